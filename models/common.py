@@ -1,0 +1,336 @@
+"""What decoder families share: the common fields of their configs, and the parts that layers are made of.
+
+Shapes: T tokens (packed), H hidden size, D head size, F intermediate size. Weights are (out, in), as in Hugging Face.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from xtf.checkpoint_map import Named, Source
+from xtf.models import hf
+from xtf.models.rope import Rope, rotate
+from xtf.ops import Ops
+from xtf.spec import Init, ParamSpec
+from xtf.stage import Lower, Pair, Params, Stage, StageFn, Values
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecoderConfig:
+    """Fields that every family has; their names are those of ``config.json``.
+
+    Args:
+        vocab_size: tokens of the vocabulary.
+        hidden_size: H, the size of the residual stream.
+        intermediate_size: F, the inner size of a dense MLP.
+        num_hidden_layers: layers.
+        num_attention_heads: query heads; a multiple of ``num_key_value_heads``.
+        num_key_value_heads: key and value heads.
+        head_dim: D; need not be H / heads.
+        rms_norm_eps: added to the mean square in norms.
+        tie_word_embeddings: whether the head is the embedding.
+        initializer_range: standard deviation of initial weights.
+        max_position_embeddings: tokens of context, for transformers and for ``dynamic`` scaling of positions.
+        rope: the rotary embedding.
+
+    Raises:
+        ValueError: for sizes that do not fit each other.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    rms_norm_eps: float = 1e-6
+    tie_word_embeddings: bool = False
+    initializer_range: float = 0.02
+    max_position_embeddings: int = 32768
+    rope: Rope = field(default_factory=Rope)
+
+    def __post_init__(self) -> None:
+        for name in ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim"):
+            check_count(self, name, 1)
+        check_count(self, "num_hidden_layers", 0)
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ValueError(
+                f"num_attention_heads={self.num_attention_heads} must be a multiple of num_key_value_heads={self.num_key_value_heads}"
+            )
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim={self.head_dim} must be even: its halves are rotated together")
+        for name in ("short_factor", "long_factor"):
+            factors = getattr(self.rope, name)
+            if factors is not None and len(factors) != self.head_dim // 2:
+                raise ValueError(f"rope {name} has {len(factors)} numbers; head_dim={self.head_dim} needs {self.head_dim // 2}")
+
+
+def check_count(config: Any, name: str, least: int) -> None:
+    """Refuse a field that is no integer of at least ``least``."""
+    value = getattr(config, name)
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ValueError(f"{name}={value!r}; expected an integer of at least {least}")
+
+
+SHARED = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "rms_norm_eps",
+    "tie_word_embeddings",
+    "initializer_range",
+    "max_position_embeddings",
+)
+"""The fields of `DecoderConfig` that a ``config.json`` has under the same name."""
+
+
+def shared_from_hf(found: Mapping[str, Any], family: str) -> dict[str, Any]:
+    """The arguments of `DecoderConfig` from the fields that `xtf.models.hf.read` found. ``head_dim`` and
+    ``num_key_value_heads`` must be among them, since families have different defaults."""
+    sizes = {name: hf.required(found, name, family) for name in SHARED[:7]}
+    rest = {name: found[name] for name in SHARED[7:] if name in found}
+    rope = Rope.from_hf(found, hf.required(found, "max_position_embeddings", family))
+    return {**sizes, **rest, "rope": rope}
+
+
+def shared_to_hf(config: DecoderConfig) -> dict[str, Any]:
+    """The fields of ``config.json`` that every family has."""
+    return {name: getattr(config, name) for name in SHARED} | {
+        "rope_parameters": config.rope.to_hf(),
+        "hidden_act": "silu",
+        "attention_dropout": 0.0,
+    }
+
+
+class Part(NamedTuple):
+    """One half of a layer: an attention, an MLP or a mixture of experts.
+
+    Args:
+        name: its key in the layer's dict of parameters.
+        specs: its parameters.
+        sources: where each of them is found in a checkpoint.
+        stages: ``stages(ops, key) -> stages``; ``key`` is what the model adds to the key of each.
+    """
+
+    name: str
+    specs: dict[str, ParamSpec]
+    sources: dict[str, Source]
+    stages: Callable[[Ops, Hashable], tuple[Stage, ...]]
+
+
+class Leaves(NamedTuple):
+    """Makes the specs of a model's leaves: all of ``dtype``, matrices of standard deviation ``std``."""
+
+    dtype: torch.dtype
+    std: float
+
+    def matrix(self, shape: tuple[int, ...], axes: tuple[str | None, ...]) -> ParamSpec:
+        """Starts normal."""
+        return ParamSpec(shape, self.dtype, axes, Init.normal(self.std))
+
+    def bias(self, size: int, axis: str | None) -> ParamSpec:
+        """Starts at 0."""
+        return ParamSpec((size,), self.dtype, (axis,), Init.constant(0.0))
+
+    def norm(self, size: int, axis: str | None = "embed") -> ParamSpec:
+        """Starts at 1."""
+        return ParamSpec((size,), self.dtype, (axis,), Init.constant(1.0))
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Root mean square norm over the last dim (Zhang and Sennrich 2019), computed in at least float32.
+
+    Args:
+        x: (..., size).
+        weight: (size,).
+        eps: added to the mean square.
+
+    Returns:
+        (..., size), in the dtype of ``x``.
+
+    Example:
+        >>> rms_norm(torch.tensor([[3.0, 4.0]]), torch.ones(2), 0.0).square().mean().item()
+        1.0
+    """
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    return weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
+
+
+def linear(params: Params, name: str, x: Tensor) -> Tensor:
+    """``x`` times the parameter ``name``, plus ``name_bias`` where there is one."""
+    return F.linear(x, params[name], params.get(f"{name}_bias"))
+
+
+def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
+    """The gated activation of the MLP (Shazeer 2020, "GLU variants")."""
+    return F.silu(gate) * up
+
+
+def attention(
+    config: DecoderConfig,
+    layer: int,
+    leaves: Leaves,
+    *,
+    window: int | None = None,
+    qkv_bias: bool = False,
+    output_bias: bool = False,
+    head_norms: bool = False,
+) -> Part:
+    """Norm, grouped-query attention over packed documents with rotary positions, and residual.
+
+    Args:
+        config: sizes.
+        layer: its number.
+        leaves: makes the specs.
+        window: tokens that a token sees, itself included; ``None`` for all of its document.
+        qkv_bias, output_bias: which projections have biases.
+        head_norms: whether each query and key head is normed before it is rotated (Dehghani et al. 2023, "Scaling ViT").
+    """
+    hidden, size = config.hidden_size, config.head_dim
+    widths = {
+        "q": (config.num_attention_heads * size, "heads"),
+        "k": (config.num_key_value_heads * size, "kv_heads"),
+        "v": (config.num_key_value_heads * size, "kv_heads"),
+    }
+    specs = {"norm": leaves.norm(hidden)}
+    prefix = f"model.layers.{layer}"
+    sources: dict[str, Source] = {"norm": Named(f"{prefix}.input_layernorm.weight")}
+    for name, (width, axis) in widths.items():
+        specs[name] = leaves.matrix((width, hidden), (axis, "embed"))
+        if qkv_bias:
+            specs[f"{name}_bias"] = leaves.bias(width, axis)
+    specs["o"] = leaves.matrix((hidden, widths["q"][0]), ("embed", "heads"))
+    if output_bias:
+        specs["o_bias"] = leaves.bias(hidden, "embed")
+    sources |= _projections(specs, f"{prefix}.self_attn", ("q", "k", "v", "o"))
+    if head_norms:
+        for name in ("q_norm", "k_norm"):
+            specs[name] = leaves.norm(size, None)
+            sources[name] = Named(f"{prefix}.self_attn.{name}.weight")
+
+    def stages(ops: Ops, key: Hashable) -> tuple[Stage, ...]:
+        name = f"layers.{layer}.attention"
+        fn = attention_fn(size, config.rms_norm_eps, window, head_norms, ops)
+        consts = ("cos", "sin", "cu_seqlens")
+        return (Stage(name, "attention", fn, (key, "attention", window), _own(name, specs), ("x",), ("x",), consts),)
+
+    return Part("attention", specs, sources, stages)
+
+
+def attention_fn(size: int, eps: float, window: int | None, head_norms: bool, ops: Ops) -> StageFn:
+    """The function of an attention stage: ``(params, x (T, H), *, cos, sin, cu_seqlens) -> (x,)``."""
+
+    def normed(params: Params, name: str, heads: Tensor) -> Tensor:
+        return rms_norm(heads, params[name], eps)
+
+    def unchanged(params: Params, name: str, heads: Tensor) -> Tensor:
+        return heads
+
+    head_norm = normed if head_norms else unchanged
+
+    def fn(params: Params, x: Tensor, *, cos: Tensor, sin: Tensor, cu_seqlens: Tensor) -> Values:
+        h = rms_norm(x, params["norm"], eps)
+        q, k, v = (linear(params, name, h).unflatten(-1, (params[name].shape[0] // size, size)) for name in ("q", "k", "v"))
+        q, k = (rotate(head_norm(params, name, t), cos, sin) for name, t in (("q_norm", q), ("k_norm", k)))
+        mixed = ops.attention(q, k, v, cu_seqlens, scale=size**-0.5, window=window)
+        return (x + linear(params, "o", mixed.flatten(1)),)
+
+    return fn
+
+
+def mlp(config: DecoderConfig, layer: int, leaves: Leaves, *, bias: bool = False) -> Part:
+    """Norm, gated MLP and residual."""
+    hidden, inner = config.hidden_size, config.intermediate_size
+    specs = {"norm": leaves.norm(hidden)}
+    for name, out, into, axes in (
+        ("gate", inner, hidden, ("mlp", "embed")),
+        ("up", inner, hidden, ("mlp", "embed")),
+        ("down", hidden, inner, ("embed", "mlp")),
+    ):
+        specs[name] = leaves.matrix((out, into), axes)
+        if bias:
+            specs[f"{name}_bias"] = leaves.bias(out, axes[0])
+    prefix = f"model.layers.{layer}"
+    sources: dict[str, Source] = {"norm": Named(f"{prefix}.post_attention_layernorm.weight")}
+    sources |= _projections(specs, f"{prefix}.mlp", ("gate", "up", "down"))
+
+    def stages(ops: Ops, key: Hashable) -> tuple[Stage, ...]:
+        name = f"layers.{layer}.mlp"
+        return (Stage(name, "mlp", mlp_fn(config.rms_norm_eps), (key, "mlp"), _own(name, specs), ("x",), ("x",)),)
+
+    return Part("mlp", specs, sources, stages)
+
+
+def mlp_fn(eps: float) -> StageFn:
+    """The function of an MLP stage: ``(params, x (T, H)) -> (x,)``."""
+
+    def fn(params: Params, x: Tensor) -> Values:
+        h = rms_norm(x, params["norm"], eps)
+        return (x + linear(params, "down", silu_mul(linear(params, "gate", h), linear(params, "up", h))),)
+
+    return fn
+
+
+def norm_fn(eps: float) -> StageFn:
+    """The function of the last norm: ``(params, x (T, H)) -> (x,)``."""
+
+    def fn(params: Params, x: Tensor) -> Values:
+        return (rms_norm(x, params["weight"], eps),)
+
+    return fn
+
+
+def embed_fn(params: Params, *, input_ids: Tensor) -> Values:
+    """The function of the embedding: ``(params, *, input_ids (T,)) -> (x (T, H),)``."""
+    return (F.embedding(input_ids, params["weight"]),)
+
+
+def embed_rule(vocab: int) -> Callable[[StageFn, Hashable, Lower], Pair]:
+    """The rule of an embedding: it keeps nothing, and its backward needs the ids and the size of the vocabulary, no parameters.
+    Rows of the same id are summed in at least float32."""
+
+    def gradient(input_ids: Tensor, dx: Tensor) -> Tensor:
+        wide = torch.promote_types(dx.dtype, torch.float32)
+        rows = torch.zeros(vocab, dx.shape[1], dtype=wide, device=dx.device)
+        return rows.index_add(0, input_ids, dx.to(wide)).to(dx.dtype)
+
+    def rule(fn: StageFn, key: Hashable, lower: Lower) -> Pair:
+        run, run_gradient = lower(fn, (key, "forward")), lower(gradient, (key, "backward", vocab))
+
+        def forward(params: Params, reads: Values, consts: Mapping[str, Any]) -> tuple[Values, Any]:
+            return run(params, *reads, **consts), ()
+
+        def backward(
+            params: Params, residual: Any, dwrites: tuple[Tensor | None, ...], consts: Mapping[str, Any]
+        ) -> tuple[dict[str, Tensor], tuple[Tensor | None, ...]]:
+            return {"weight": run_gradient(consts["input_ids"], dwrites[0])}, ()
+
+        return Pair(forward, backward, needs_params=False)
+
+    return rule
+
+
+def _own(name: str, specs: Mapping[str, ParamSpec]) -> dict[str, str]:
+    """A stage's names for its parameters, where the stage has the name of the part that they are in."""
+    return {leaf: f"{name}.{leaf}" for leaf in specs}
+
+
+def _projections(specs: Mapping[str, ParamSpec], prefix: str, names: tuple[str, ...]) -> dict[str, Source]:
+    """The checkpoint names of projections and of those biases that ``specs`` has."""
+    found: dict[str, Source] = {}
+    for name in names:
+        found[name] = Named(f"{prefix}.{name}_proj.weight")
+        if f"{name}_bias" in specs:
+            found[f"{name}_bias"] = Named(f"{prefix}.{name}_proj.bias")
+    return found

@@ -1,0 +1,100 @@
+"""A decoder put together from its parts: embedding, layers, last norm, head and loss."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+
+from xtf.checkpoint_map import Named, Source
+from xtf.model import AuxLoss, Model, cross_entropy
+from xtf.models.common import DecoderConfig, Leaves, Part, embed_fn, embed_rule, norm_fn
+from xtf.models.rope import tables
+from xtf.ops import Ops
+from xtf.stage import Stage
+
+
+def decoder(
+    family: str,
+    config: DecoderConfig,
+    layers: Sequence[Sequence[Part]],
+    hf_config: Mapping[str, Any],
+    *,
+    dtype: torch.dtype,
+    z_loss: float,
+    aux: AuxLoss | None = None,
+    aux_scope: Literal["microbatch", "step"] = "microbatch",
+    active_fraction: float = 1.0,
+) -> Model:
+    """The `Model` of a family.
+
+    Args:
+        family: its name.
+        config: its ``Config``.
+        layers: the parts of each layer, in order.
+        hf_config: see `xtf.model.Model`; so for the rest.
+        dtype: of all parameters.
+        z_loss: coefficient of the z-loss on the logits.
+
+    Raises:
+        ValueError: for a dtype that is not floating or a negative coefficient.
+    """
+    if not dtype.is_floating_point:
+        raise ValueError(f"{family} got dtype={dtype}; expected a floating one, as torch.float32 or torch.bfloat16")
+    if not z_loss >= 0:
+        raise ValueError(f"{family} got z_loss={z_loss!r}; expected a number of at least 0")
+    leaves = Leaves(dtype, config.initializer_range)
+    vocabulary = leaves.matrix((config.vocab_size, config.hidden_size), ("vocab", "embed"))
+    specs: dict[str, Any] = {
+        "embed": {"weight": vocabulary},
+        "layers": [{part.name: part.specs for part in layer} for layer in layers],
+        "norm": {"weight": leaves.norm(config.hidden_size)},
+    }
+    sources: dict[str, Source] = {"embed.weight": Named("model.embed_tokens.weight"), "norm.weight": Named("model.norm.weight")}
+    for i, layer in enumerate(layers):
+        sources |= {f"layers.{i}.{part.name}.{leaf}": source for part in layer for leaf, source in part.sources.items()}
+    head = "embed.weight"
+    if not config.tie_word_embeddings:
+        head = "head.weight"
+        specs["head"] = {"weight": vocabulary}
+        sources[head] = Named("lm_head.weight")
+
+    def constants(packed: dict[str, Any]) -> dict[str, Any]:
+        cos, sin = tables(config.rope, config.head_dim, packed["positions"], packed["cu_seqlens"], dtype)
+        return {"cos": cos, "sin": sin}
+
+    def build(ops: Ops) -> tuple[Stage, ...]:
+        key: Hashable = (family, config, dtype, ops.name)
+        eps = config.rms_norm_eps
+        weight = {"weight": "embed.weight"}
+        return (
+            Stage("embed", "embed", embed_fn, (key, "embed"), weight, (), ("x",), ("input_ids",), embed_rule(config.vocab_size)),
+            *(stage for layer in layers for part in layer for stage in part.stages(ops, key)),
+            Stage("norm", "norm", norm_fn(eps), (key, "norm"), {"weight": "norm.weight"}, ("x",), ("x",)),
+            Stage(
+                "loss",
+                "loss",
+                cross_entropy(z_loss),
+                (key, "loss", z_loss),
+                {"weight": head},
+                ("x",),
+                ("loss",),
+                ("targets", "weights", "normalizer"),
+            ),
+        )
+
+    return Model(
+        family=family,
+        config=config,
+        specs=specs,
+        constants=constants,
+        build=build,
+        sources=sources,
+        hf_config=hf_config,
+        vocab=config.vocab_size,
+        aux=aux,
+        aux_scope=aux_scope,
+        active_fraction=active_fraction,
+        z_loss=z_loss,
+    )

@@ -1,0 +1,211 @@
+"""Our families against transformers' models of the same config and weights: logits, loss and gradients.
+
+transformers computes norms and rotary tables in float32 whatever the dtype, so in float64 the two agree to 1e-6 and no closer.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import hf_models
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from xtf import models, tree
+
+COMMON = {"vocab_size": 37, "hidden_size": 24, "intermediate_size": 20, "num_hidden_layers": 2, "num_attention_heads": 4}
+LLAMA = COMMON | {"model_type": "llama", "num_key_value_heads": 2, "rms_norm_eps": 1e-5, "max_position_embeddings": 64}
+QWEN2 = COMMON | {"model_type": "qwen2", "num_key_value_heads": 2, "max_position_embeddings": 64}
+QWEN3 = COMMON | {"model_type": "qwen3", "num_key_value_heads": 1, "head_dim": 10, "max_position_embeddings": 64}
+MOE = QWEN3 | {
+    "model_type": "qwen3_moe",
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 12,
+    "norm_topk_prob": True,
+    "router_aux_loss_coef": 0.3,
+}
+LENGTH = 12
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "llama": LLAMA,
+    "llama, tied, no groups": LLAMA | {"tie_word_embeddings": True, "num_key_value_heads": 4},
+    "llama, head size and biases": LLAMA | {"head_dim": 10, "attention_bias": True, "mlp_bias": True, "num_key_value_heads": 1},
+    "linear": LLAMA | {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}},
+    "dynamic, short": LLAMA | {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}},
+    "dynamic, long": LLAMA | {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}, "max_position_embeddings": 8},
+    "yarn": LLAMA | {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}},
+    "longrope, short": LLAMA
+    | {
+        "rope_parameters": {
+            "rope_type": "longrope",
+            "rope_theta": 1e4,
+            "factor": 4.0,
+            "original_max_position_embeddings": 16,
+            "short_factor": [1.0, 1.5, 2.0],
+            "long_factor": [2.0, 3.0, 4.0],
+        }
+    },
+    "longrope, long": LLAMA
+    | {
+        "rope_parameters": {
+            "rope_type": "longrope",
+            "rope_theta": 1e4,
+            "factor": 8.0,
+            "original_max_position_embeddings": 8,
+            "short_factor": [1.0, 1.5, 2.0],
+            "long_factor": [2.0, 3.0, 4.0],
+        }
+    },
+    "llama3": LLAMA
+    | {
+        "rope_parameters": {
+            "rope_type": "llama3",
+            "rope_theta": 1e4,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 16,
+        }
+    },
+    "qwen2": QWEN2,
+    "qwen2, windows in some layers": QWEN2 | {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1},
+    "qwen3": QWEN3,
+    "qwen3, tied, biases, windows": QWEN3
+    | {
+        "tie_word_embeddings": True,
+        "attention_bias": True,
+        "use_sliding_window": True,
+        "sliding_window": 3,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
+    "qwen3_moe": MOE,
+    "qwen3_moe, weights as they are": MOE | {"norm_topk_prob": False, "num_experts_per_tok": 3, "attention_bias": True},
+    "qwen3_moe, mixed by step": MOE | {"num_hidden_layers": 3, "decoder_sparse_step": 2},
+    "qwen3_moe, mixed by list": MOE | {"num_hidden_layers": 3, "mlp_only_layers": [0], "tie_word_embeddings": True},
+    "qwen3_moe, one expert, window": MOE | {"num_experts": 5, "num_experts_per_tok": 1, "use_sliding_window": True, "sliding_window": 5},
+}
+
+
+def near(got: Tensor, want: Tensor, tolerance: float, what: str, floor: float = 0.0) -> None:
+    assert got.shape == want.shape
+    error, size = (got - want).abs().max(), want.abs().max().clamp_min(floor)
+    assert error <= tolerance * size, f"{what}: off by {error:.3g}, the reference is at most {size:.3g}"
+
+
+def compare(hf_config: dict[str, Any], dtype: torch.dtype, logits: float, loss: float, gradients: float, noise: float = 0.0) -> None:
+    """``noise``: leaves whose gradient is below this share of the largest are mathematically zero (a router with one choice)."""
+    options = {"aux": "pooled"} if hf_config["model_type"] == "qwen3_moe" else {}
+    model = models.from_hf(hf_config, dtype=dtype, **options)
+    reference = hf_models.build(hf_config, dtype)
+    params = hf_models.parameters(model, reference)
+    ids = torch.randint(hf_config["vocab_size"], (3, LENGTH), generator=torch.Generator().manual_seed(1))
+    sparse = {"output_router_logits": True} if model.aux else {}
+    want = reference(input_ids=ids, labels=ids, **sparse)
+    want.loss.backward()
+    near(model.logits(params, ids), want.logits.detach(), logits, "logits")
+    batch = {"input_ids": ids, "labels": ids}
+    near(model.loss(params, batch), want.loss.detach(), loss, "loss")
+    got = tree.items(torch.func.grad(model.loss)(params, batch))
+    expected = tree.items(hf_models.gradients(model, reference))
+    floor = noise * max(float(value.abs().max()) for value in expected.values())
+    for path, value in expected.items():
+        near(got[path], value, gradients, path, floor)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_equals_transformers(name: str) -> None:
+    compare(CONFIGS[name], torch.float32, logits=1e-5, loss=1e-6, gradients=1e-4)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "qwen3_moe", "qwen3_moe, mixed by step"])
+def test_equals_transformers_in_float64(name: str) -> None:
+    compare(CONFIGS[name], torch.float64, logits=1e-6, loss=1e-7, gradients=1e-5)
+
+
+@st.composite
+def configs(draw: st.DrawFn) -> dict[str, Any]:
+    kv_heads, group = draw(st.integers(1, 3)), draw(st.integers(1, 3))
+    heads = kv_heads * group
+    size = 2 * draw(st.integers(1, 6))
+    out: dict[str, Any] = {
+        "vocab_size": draw(st.integers(2, 40)),
+        "hidden_size": heads * draw(st.integers(2, 8)),
+        "intermediate_size": draw(st.integers(1, 30)),
+        "num_hidden_layers": draw(st.integers(1, 3)),
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": size,
+        "max_position_embeddings": 64,
+        "tie_word_embeddings": draw(st.booleans()),
+        "rope_parameters": {"rope_type": "default", "rope_theta": draw(st.sampled_from([100.0, 1e4, 1e6]))},
+    }
+    kind = draw(st.sampled_from(["llama", "qwen3", "qwen3_moe"]))
+    out |= {"model_type": kind, "attention_bias": draw(st.booleans())}
+    if kind == "llama":
+        out["mlp_bias"] = draw(st.booleans())
+    if kind == "qwen3_moe":
+        experts = draw(st.integers(1, 8))
+        out |= {
+            "num_experts": experts,
+            "num_experts_per_tok": draw(st.integers(1, experts)),
+            "moe_intermediate_size": draw(st.integers(1, 20)),
+            "norm_topk_prob": draw(st.booleans()),
+            "decoder_sparse_step": draw(st.integers(1, 2)),
+            "router_aux_loss_coef": draw(st.sampled_from([0.0, 0.1])),
+        }
+    return out
+
+
+@settings(max_examples=10)
+@given(configs())
+def test_random_configs_equal_transformers(hf_config: dict[str, Any]) -> None:
+    compare(hf_config, torch.float64, logits=1e-5, loss=1e-6, gradients=1e-4, noise=1e-5)
+
+
+@pytest.mark.full
+@settings(max_examples=300)
+@given(configs())
+def test_many_random_configs_equal_transformers(hf_config: dict[str, Any]) -> None:
+    compare(hf_config, torch.float64, logits=1e-5, loss=1e-6, gradients=1e-4, noise=1e-5)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_config_round_trips(name: str, tmp_path: Any) -> None:
+    """Through our own reading and writing, and through transformers', which must see the same model."""
+    import transformers
+
+    model = models.from_hf(CONFIGS[name])
+    written = dict(model.hf_config)
+    assert models.from_hf(written).config == model.config
+    theirs = transformers.AutoConfig.for_model(written.pop("model_type"), **written)
+    theirs.save_pretrained(tmp_path)
+    assert models.from_hf(tmp_path).config == model.config
+
+
+@pytest.mark.parametrize("name", ["llama, tied, no groups", "llama, head size and biases", "qwen2", "qwen3", "qwen3_moe, mixed by step"])
+def test_names_are_those_on_disk(name: str, tmp_path: Any) -> None:
+    from safetensors import safe_open
+
+    from xtf.checkpoint_map import names
+
+    model = models.from_hf(CONFIGS[name])
+    hf_models.build(CONFIGS[name], torch.float32).save_pretrained(tmp_path)
+    with safe_open(tmp_path / "model.safetensors", "pt") as file:
+        saved = set(file.keys())
+    assert {leaf for source in model.sources.values() for leaf in names(source)} == saved
+    assert set(model.sources) == set(tree.paths(model.specs))
+
+
+def test_packed_documents_equal_transformers_one_by_one() -> None:
+    model = models.from_hf(QWEN3)
+    reference = hf_models.build(QWEN3, torch.float32)
+    ids = torch.randint(37, (1, 10), generator=torch.Generator().manual_seed(0))
+    documents = torch.tensor([[4, 4, 4, 0, 7, 7, 7, 7, 7, 7]])
+    got = model.logits(hf_models.parameters(model, reference), ids, document_ids=documents)
+    with torch.no_grad():
+        want = torch.cat([reference(input_ids=part).logits for part in ids.split([3, 1, 6], 1)], 1)
+    near(got, want, 1e-5, "logits")

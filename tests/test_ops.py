@@ -1,0 +1,242 @@
+"""Every CPU op equals the reference, in value and in gradient, eager, under torch.func and compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+from xtf.ops.cpu import CPU
+from xtf.ops.lowering import best
+from xtf.ops.reference import REFERENCE
+
+
+def close(got: Tensor, want: Tensor, tolerance: float) -> None:
+    assert got.shape == want.shape and got.dtype == want.dtype
+    if want.numel():
+        # inputs are of size 1; a gradient that cancels to zero is as exact as they are
+        assert (got - want).abs().max() <= tolerance * want.abs().max().clamp_min(1)
+
+
+def cu(lengths: list[int]) -> Tensor:
+    return torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+
+
+def qkv(tokens: int, heads: int, kv_heads: int, size: int, value_size: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, ...]:
+    g = torch.Generator().manual_seed(tokens)
+    shapes = ((tokens, heads, size), (tokens, kv_heads, size), (tokens, kv_heads, value_size))
+    return tuple(torch.randn(shape, generator=g, dtype=torch.float64).to(dtype) for shape in shapes)
+
+
+def both(fn: Callable[..., Tensor], other: Callable[..., Tensor], args: tuple[Tensor, ...], tolerance: float) -> None:
+    """Values, and gradients of a random and of an expanded (stride 0) cotangent."""
+    want, want_back = torch.func.vjp(other, *args)
+    got, got_back = torch.func.vjp(fn, *args)
+    close(got, want, tolerance)
+    for cotangent in (torch.randn(want.shape, dtype=want.dtype), torch.ones((), dtype=want.dtype).expand(want.shape)):
+        for a, b in zip(got_back(cotangent), want_back(cotangent), strict=True):
+            close(a, b, tolerance)
+
+
+@settings(deadline=None, max_examples=25)
+@given(
+    lengths=st.lists(st.integers(0, 9) | st.just(5), max_size=6),
+    kv_heads=st.integers(1, 3),
+    group=st.integers(1, 3),
+    size=st.sampled_from([2, 5, 8]),
+    value_size=st.sampled_from([None, 3]),
+    window=st.sampled_from([None, 1, 3, 100]),
+)
+def test_attention_equals_reference(lengths: list[int], kv_heads: int, group: int, size: int, value_size: int | None, window: int | None) -> None:
+    args = qkv(sum(lengths), kv_heads * group, kv_heads, size, value_size or size)
+    bounds = cu(lengths)
+    both(
+        lambda q, k, v: CPU.attention(q, k, v, bounds, scale=0.3, window=window),
+        lambda q, k, v: REFERENCE.attention(q, k, v, bounds, scale=0.3, window=window),
+        args,
+        1e-12,
+    )
+
+
+@pytest.mark.parametrize("window", [None, 50, 200])
+def test_attention_longer_than_a_block(window: int | None) -> None:
+    args, bounds = qkv(300, 4, 2, 8, 6 if window is None else 8), cu([290, 10])
+    both(
+        lambda q, k, v: CPU.attention(q, k, v, bounds, scale=0.3, window=window),
+        lambda q, k, v: REFERENCE.attention(q, k, v, bounds, scale=0.3, window=window),
+        args,
+        1e-12,
+    )
+
+
+def plain(q: Tensor, k: Tensor, v: Tensor, lengths: list[int], scale: float, window: int | None) -> Tensor:
+    """Attention written out once more, token by token, to check the reference itself."""
+    group = q.shape[1] // k.shape[1]
+    out = torch.zeros(q.shape[0], q.shape[1], v.shape[2], dtype=q.dtype)
+    start = 0
+    for length in lengths:
+        for i in range(start, start + length):
+            first = start if window is None else max(start, i - window + 1)
+            for h in range(q.shape[1]):
+                weights = torch.softmax(k[first : i + 1, h // group] @ q[i, h] * scale, 0)
+                out[i, h] = weights @ v[first : i + 1, h // group]
+        start += length
+    return out
+
+
+@pytest.mark.parametrize("window", [None, 2])
+def test_reference_attention_is_the_formula(window: int | None) -> None:
+    args = qkv(9, 4, 2, 4, 3)
+    got = REFERENCE.attention(*args, cu([4, 0, 5]), scale=0.7, window=window)
+    close(got, plain(*args, [4, 0, 5], 0.7, window), 1e-14)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("window", [None, 3])
+def test_attention_in_lower_precision(dtype: torch.dtype, window: int | None) -> None:
+    args, bounds = qkv(20, 4, 2, 8, 8, dtype), cu([7, 7, 6])
+    got, back = torch.func.vjp(lambda q, k, v: CPU.attention(q, k, v, bounds, scale=0.3, window=window), *args)
+    doubles = tuple(a.double() for a in args)
+    want, want_back = torch.func.vjp(lambda q, k, v: REFERENCE.attention(q, k, v, bounds, scale=0.3, window=window), *doubles)
+    bound = 8 * torch.finfo(dtype).eps
+    close(got.double(), want, bound)
+    for a, b in zip(back(torch.ones_like(got)), want_back(torch.ones_like(want)), strict=True):
+        assert a.dtype == dtype
+        close(a.double(), b, bound)
+
+
+@settings(deadline=None, max_examples=25)
+@given(rows=st.lists(st.integers(0, 6), min_size=1, max_size=5), n=st.integers(1, 5), k=st.integers(1, 5))
+def test_grouped_mm_equals_reference(rows: list[int], n: int, k: int) -> None:
+    g = torch.Generator().manual_seed(0)
+    x, w = (torch.randn(shape, generator=g, dtype=torch.float64) for shape in ((sum(rows), k), (len(rows), n, k)))
+    offsets = torch.tensor(rows).cumsum(0).to(torch.int32)
+    both(lambda x, w: CPU.grouped_mm(x, w, offsets), lambda x, w: REFERENCE.grouped_mm(x, w, offsets), (x, w), 1e-13)
+    begin = 0
+    for group, count in enumerate(rows):
+        close(REFERENCE.grouped_mm(x, w, offsets)[begin : begin + count], x[begin : begin + count] @ w[group].T, 1e-14)
+        begin += count
+
+
+def test_grouped_mm_takes_strided_inputs() -> None:
+    x, w, offsets = torch.randn(3, 7).T, torch.randn(2, 3, 5).transpose(1, 2), torch.tensor([4, 7], dtype=torch.int32)
+    both(lambda x, w: CPU.grouped_mm(x, w, offsets), lambda x, w: REFERENCE.grouped_mm(x, w, offsets), (x, w), 1e-5)
+
+
+def test_ops_under_grad_and_plain_autograd() -> None:
+    q, k, v = qkv(12, 4, 2, 4, 4)
+    bounds = cu([5, 7])
+
+    def loss(q: Tensor) -> Tensor:
+        return CPU.attention(q, k, v, bounds, scale=0.3).square().sum()
+
+    leaf = q.clone().requires_grad_()
+    (by_autograd,) = torch.autograd.grad(loss(leaf), leaf)
+    close(torch.func.grad(loss)(q), by_autograd, 1e-15)
+    step = torch.randn(q.shape, dtype=q.dtype)
+    difference = (loss(q + 1e-6 * step) - loss(q - 1e-6 * step)) / 2e-6
+    assert abs((by_autograd * step).sum() - difference) < 1e-7
+
+
+def compiled(fn: Callable[..., Any], compilations: list[int]) -> Callable[..., Any]:
+    def backend(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        compilations.append(1)
+        from torch._inductor.compile_fx import compile_fx
+
+        return compile_fx(graph, inputs)
+
+    return torch.compile(fn, fullgraph=True, backend=backend)
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_attention_compiles_once_whatever_the_documents(window: int | None) -> None:
+    args = qkv(24, 4, 2, 8, 8)
+
+    def run(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, dout: Tensor) -> Any:
+        out, back = torch.func.vjp(lambda q, k, v: CPU.attention(q * 2, k, v, bounds, scale=0.3, window=window).tanh(), q, k, v)
+        return out, back(dout)
+
+    count: list[int] = []
+    fast = compiled(run, count)
+    for lengths in ([8, 8, 8], [1, 20, 3], [0, 0, 24]):
+        dout = torch.randn(24, 4, 8, dtype=torch.float64)
+        out, grads = fast(*args, cu(lengths), dout)
+        want, want_grads = run(*args, cu(lengths), dout)
+        for a, b in zip((out, *grads), (want, *want_grads), strict=True):
+            close(a, b, 1e-13)
+    assert len(count) == 1
+
+
+def test_grouped_mm_compiles_once_whatever_the_groups() -> None:
+    x, w = torch.randn(12, 4), torch.randn(3, 5, 4)
+
+    def run(x: Tensor, w: Tensor, offsets: Tensor) -> Any:
+        out, back = torch.func.vjp(lambda x, w: CPU.grouped_mm(x + 1, w, offsets), x, w)
+        return out, back(torch.ones((), dtype=out.dtype).expand(out.shape))
+
+    count: list[int] = []
+    fast = compiled(run, count)
+    for ends in ([4, 8, 12], [0, 12, 12], [1, 2, 12]):
+        offsets = torch.tensor(ends, dtype=torch.int32)
+        out, grads = fast(x, w, offsets)
+        want, want_grads = run(x, w, offsets)
+        for a, b in zip((out, *grads), (want, *want_grads), strict=True):
+            close(a, b, 1e-5)
+    assert len(count) == 1
+
+
+def test_windowed_attention_has_no_square_buffer() -> None:
+    """Live bytes of the widest intermediate stay far below (heads, T, T)."""
+    tokens, heads = 4096, 2
+    largest = 0
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            nonlocal largest
+            out = func(*args, **(kwargs or {}))
+            for t in torch.utils._pytree.tree_leaves(out):
+                if isinstance(t, Tensor):
+                    largest = max(largest, t.numel())
+            return out
+
+    q, k, v = qkv(tokens, heads, heads, 4, 4, torch.float32)
+    out, lse = torch.ops.xtf.attention_cpu(q, k, v, cu([tokens]), 0.3, 256)
+    from xtf.ops import cpu
+
+    with Watch():
+        cpu._attention._init_fn(q, k, v, cu([tokens]), 0.3, 256)
+        cpu._attention_backward._init_fn(out, q, k, v, out, lse, cu([tokens]), 0.3, 256)
+    assert 0 < largest <= heads * 128 * (128 + 256)
+
+
+def test_flops() -> None:
+    q, k, v = qkv(8, 4, 2, 4, 4)
+    x, w, offsets = torch.randn(6, 3), torch.randn(2, 5, 3), torch.tensor([2, 6], dtype=torch.int32)
+    with FlopCounterMode(display=False) as counter:
+        CPU.attention(q, k, v, cu([4, 4]), scale=0.5)
+    assert counter.get_total_flops() == 2 * 4 * (4 + 4) * (2 * (1 + 2 + 3 + 4))
+    with FlopCounterMode(display=False) as counter:
+        CPU.grouped_mm(x, w.requires_grad_(), offsets).sum().backward()
+    assert counter.get_total_flops() == 3 * 2 * 6 * 3 * 5
+
+
+def test_bad_input_is_refused() -> None:
+    q, k, v = qkv(4, 4, 2, 4, 4)
+    for ops in (CPU, REFERENCE):
+        with pytest.raises(ValueError, match=r"heads a multiple of key heads"):
+            ops.attention(q[:, :3], k, v, cu([4]), scale=1.0)
+        with pytest.raises(ValueError, match=r"window=0"):
+            ops.attention(q, k, v, cu([4]), scale=1.0, window=0)
+        with pytest.raises(ValueError, match=r"expected \(rows, K\)"):
+            ops.grouped_mm(torch.ones(2, 3), torch.ones(1, 4, 5), torch.tensor([2], dtype=torch.int32))
+
+
+def test_best() -> None:
+    assert best(torch.device("cpu")) is CPU
+    assert best(torch.device("meta")) is REFERENCE

@@ -1,0 +1,8 @@
+"""Transforms: functions from a `xtf.TrainStep` to a `xtf.TrainStep`, one file each. `xtf.compose` puts them together."""
+
+from xtf.transforms.accumulate import accumulate
+from xtf.transforms.chunk_loss import chunk_loss
+from xtf.transforms.precision import precision
+from xtf.transforms.shard import shard
+
+__all__ = ["accumulate", "chunk_loss", "precision", "shard"]

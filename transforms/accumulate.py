@@ -1,0 +1,34 @@
+"""`accumulate`: one update from several micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from xtf.batch import Batch, cut_rows
+from xtf.step import TrainStep
+
+
+def accumulate(n: int) -> Callable[[TrainStep], TrainStep]:
+    """Split this rank's batch by rows into ``n`` micro-batches and sum their gradients before the update.
+
+    The loss is that of the whole batch, Σ weight × cross-entropy ÷ Σ weight over all micro-batches and ranks, however unequal
+    they are. Where the rows do not divide, ignored rows are added.
+
+    Args:
+        n: number of micro-batches, at least 1.
+
+    Raises:
+        ValueError: if ``n`` is less than 1.
+    """
+    if n < 1:
+        raise ValueError(f"accumulate({n}): expected at least 1 micro-batch")
+
+    def transform(step: TrainStep) -> TrainStep:
+        inner = step.split
+
+        def split(batch: Batch) -> list[Batch]:
+            return [micro for outer in inner(batch) for micro in (cut_rows(outer, n, i) for i in range(n))]
+
+        return step.replace(f"accumulate({n})", split=split)
+
+    return transform

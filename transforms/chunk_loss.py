@@ -1,0 +1,148 @@
+"""`chunk_loss`: cross-entropy through the head a few tokens at a time, so that the logits never stand whole."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from xtf.stage import Lower, Pair, Params, Program, Stage, StageFn, Values
+from xtf.step import TrainStep
+
+DEFAULT_BYTES = 128 * 2**20
+"""Logits of one chunk by default, in bytes: far above what a matmul needs to run at full rate, far below what a head otherwise costs."""
+
+
+def chunk_loss(tokens: int | None = None, bytes: int | None = None) -> Callable[[TrainStep], TrainStep]:
+    """Compute the loss, and its gradients for hidden states and head, in one pass over chunks of tokens.
+
+    Only one chunk's logits exist at a time. Since loss and logits gradient come from the same chunk, nothing is recomputed: three
+    matrix products in all, as many as the plain head. The loss stage keeps the two gradients for the backward, which scales
+    them. The idea is that of Liger-Kernel's fused linear cross-entropy (Hsu et al. 2024) and of cut cross-entropy (Wijmans et
+    al. 2024), as a hand-written VJP over plain matrix products.
+
+    Softmax and loss are in at least float32; the head's gradient accumulates in at least float32.
+
+    Args:
+        tokens: tokens per chunk. Any number works; the last chunk may be smaller.
+        bytes: bytes of one chunk's logits, from which the number of tokens is computed. By default 128 MiB. Only one of the
+            two may be given.
+
+    Raises:
+        ValueError: if both are given, or one is less than 1.
+    """
+    if tokens is not None and bytes is not None:
+        raise ValueError(f"chunk_loss(tokens={tokens}, bytes={bytes}): give one of the two, or none for an automatic size")
+    for name, value in {"tokens": tokens, "bytes": bytes}.items():
+        if value is not None and value < 1:
+            raise ValueError(f"chunk_loss({name}={value}): expected at least 1")
+
+    def transform(step: TrainStep) -> TrainStep:
+        z_loss = step.model.z_loss
+
+        def rule(fn: StageFn, key: Hashable, lower: Lower) -> Pair:
+            return chunked_pair(tokens, bytes, z_loss)
+
+        def rewrite(step: TrainStep, program: Program) -> Program:
+            return tuple(
+                dataclasses.replace(node, rule=rule, key=(node.key, "chunk_loss", tokens, bytes))
+                if isinstance(node, Stage) and node.kind == "loss"
+                else node
+                for node in program
+            )
+
+        if any(name.startswith("chunk_loss") for name in step.stack):
+            raise ValueError("chunk_loss is applied twice")
+        said = f"tokens={tokens}" if tokens is not None else f"bytes={bytes}" if bytes is not None else "automatic"
+        return step.replace(f"chunk_loss({said})", rewrites=(*step.rewrites, rewrite))
+
+    return transform
+
+
+def chunk_tokens(vocab: int, itemsize: int, *, tokens: int | None = None, bytes: int | None = None) -> int:
+    """Tokens per chunk: ``tokens`` if given, else as many as have logits of ``bytes`` (default `DEFAULT_BYTES`), at least one."""
+    return tokens if tokens is not None else max(1, (bytes or DEFAULT_BYTES) // (vocab * itemsize))
+
+
+def chunked_pair(tokens: int | None, bytes: int | None, z_loss: float) -> Pair:
+    """The loss stage over chunks: the stage's own values and constants, see `xtf.model.cross_entropy`."""
+
+    def chunks(weight: Tensor, x: Tensor, consts: Mapping[str, Any]) -> list[tuple[Tensor, Tensor, Tensor]]:
+        dtype = _wide(x.dtype)
+        size = chunk_tokens(weight.shape[0], dtype.itemsize, tokens=tokens, bytes=bytes)
+        scale = consts["weights"].to(dtype) * consts["normalizer"].to(dtype)
+        return list(zip(x.split(size), consts["targets"].split(size), scale.split(size), strict=True))
+
+    def forward(params: Params, reads: Values, consts: Mapping[str, Any]) -> tuple[Values, tuple[Tensor, Tensor]]:
+        (x,), weight = reads, params["weight"]
+        dtype = _wide(x.dtype)
+        loss = x.new_zeros((), dtype=dtype)
+        dx = torch.empty_like(x)
+        dweight = torch.zeros(weight.shape, dtype=dtype, device=weight.device)
+        for (h, targets, scale), out in zip(chunks(weight, x, consts), dx.split(_size(x, weight, tokens, bytes)), strict=True):
+            part, dlogits = _loss_and_dlogits(h, weight, targets, scale, z_loss)
+            loss += part
+            dlogits = dlogits.to(x.dtype)
+            torch.mm(dlogits, weight, out=out)
+            _add_product(dweight, dlogits, h)
+        return (loss,), (dx, dweight)
+
+    def backward(
+        params: Params, residual: tuple[Tensor, Tensor], dwrites: tuple[Tensor | None, ...], consts: Mapping[str, Any]
+    ) -> tuple[dict[str, Tensor], tuple[Tensor | None, ...]]:
+        dx, dweight = residual
+        (dloss,) = dwrites
+        assert dloss is not None
+        # In place: the walk hands a residual to one backward only, and the head's gradient is large.
+        return {"weight": dweight.mul_(dloss)}, (dx.mul_(dloss.to(dx.dtype)),)
+
+    def evaluate(params: Params, reads: Values, consts: Mapping[str, Any]) -> Values:
+        (x,), weight = reads, params["weight"]
+        loss = x.new_zeros((), dtype=_wide(x.dtype))
+        for h, targets, scale in chunks(weight, x, consts):
+            logits = F.linear(h, weight).to(loss.dtype)
+            loss += (_token_loss(logits, targets, logits.logsumexp(-1), z_loss) * scale).sum()
+        return (loss,)
+
+    return Pair(forward, backward, needs_params=False, evaluate=evaluate)
+
+
+def _size(x: Tensor, weight: Tensor, tokens: int | None, bytes: int | None) -> int:
+    return chunk_tokens(weight.shape[0], _wide(x.dtype).itemsize, tokens=tokens, bytes=bytes)
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _token_loss(logits: Tensor, targets: Tensor, lse: Tensor, z_loss: float) -> Tensor:
+    """Cross-entropy (and z-loss) of each token; what stands at ignored targets has weight 0."""
+    picked = logits.gather(-1, targets.clamp_min(0)[:, None])[:, 0]
+    loss = lse - picked
+    return loss + z_loss * lse.square() if z_loss else loss
+
+
+def _loss_and_dlogits(h: Tensor, weight: Tensor, targets: Tensor, scale: Tensor, z_loss: float) -> tuple[Tensor, Tensor]:
+    """The summed loss of a chunk and its gradient for the logits, in the memory of the logits."""
+    logits = F.linear(h, weight).to(_wide(h.dtype))
+    lse = logits.logsumexp(-1)
+    loss = (_token_loss(logits, targets, lse, z_loss) * scale).sum()
+    probabilities = logits.sub_(lse[:, None]).exp_()
+    factor = scale * (1 + 2 * z_loss * lse) if z_loss else scale
+    dlogits = probabilities.mul_(factor[:, None])
+    dlogits.scatter_add_(1, targets.clamp_min(0)[:, None], -scale[:, None])
+    return loss, dlogits
+
+
+def _add_product(total: Tensor, dlogits: Tensor, h: Tensor) -> None:
+    """``total += dlogits.T @ h``, the product in the total's dtype."""
+    if dlogits.dtype == total.dtype:
+        total.addmm_(dlogits.T, h)
+    elif dlogits.is_cuda:
+        total += torch.mm(dlogits.T, h, out_dtype=total.dtype)
+    else:
+        total.addmm_(dlogits.T.to(total.dtype), h.to(total.dtype))

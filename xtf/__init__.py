@@ -1,0 +1,43 @@
+"""xtf trains very large sparse mixture-of-experts language models with plain functions and composable transforms."""
+
+from xtf import data, models, optim, testing, transforms
+from xtf.checkpoint import CheckpointError, load, load_params, save, save_params
+from xtf.compile import compile
+from xtf.mesh import Mesh, mesh, simulate, split_batch
+from xtf.model import Model
+from xtf.record import Record
+from xtf.spec import Init, ParamSpec
+from xtf.stage import Exchange, Stage, Transfer
+from xtf.state import State
+from xtf.step import TrainStep, compose, train_step
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "CheckpointError",
+    "Exchange",
+    "Init",
+    "Mesh",
+    "Model",
+    "ParamSpec",
+    "Record",
+    "Stage",
+    "State",
+    "TrainStep",
+    "Transfer",
+    "compile",
+    "compose",
+    "data",
+    "load",
+    "load_params",
+    "mesh",
+    "models",
+    "optim",
+    "save",
+    "save_params",
+    "simulate",
+    "split_batch",
+    "testing",
+    "train_step",
+    "transforms",
+]

@@ -1,0 +1,8 @@
+"""``python -m xtf.cli``: the command ``xtf`` without its script."""
+
+import sys
+
+from xtf.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

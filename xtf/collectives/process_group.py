@@ -1,0 +1,186 @@
+"""The interpreter of real ranks: torch.distributed's process groups, always in their asynchronous form.
+
+Nothing is padded. Where gloo has no primitive for uneven pieces, its ragged all-to-all is used: an all-gather sends this rank's
+piece to each of the others, a reduce-scatter sends each its piece and sums here, in rank order (gloo's own would send everything
+to everyone). Both then move exactly what a ring would.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from xtf.collectives import Axis, Call
+
+if TYPE_CHECKING:
+    from xtf.mesh import Mesh
+
+# The names of torch before 2.14 warn in 2.14.
+_all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def backend() -> tuple[str, torch.device]:
+    """The backend for this machine's devices, and this process' device: torch's own table (cuda: nccl, npu: hccl, cpu: gloo)."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None:
+        return "gloo", torch.device("cpu")
+    device = torch.device(accelerator.type, int(os.environ.get("LOCAL_RANK", "0")))
+    return dist.get_default_backend_for_device(device), device
+
+
+def connect() -> None:
+    """Start torch.distributed from the environment that torchrun sets."""
+    name, device = backend()
+    if device.type == "cpu":
+        dist.init_process_group(name)
+    else:
+        torch.accelerator.set_device_index(device)
+        dist.init_process_group(name, device_id=device)
+
+
+def builder() -> Callable[[Mesh, tuple[str, ...]], Axis]:
+    """What makes the axes of a mesh over the world of torch.distributed.
+
+    A group is made once for each set of ranks; every rank of the set makes it at the same point of the program.
+    """
+    groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+
+    def build(mesh: Mesh, names: tuple[str, ...]) -> Axis:
+        members = mesh.members(*names)
+        ranks = tuple(sorted(members))
+        if ranks not in groups:
+            whole = len(ranks) == dist.get_world_size()
+            group = dist.group.WORLD if whole else dist.new_group(list(ranks), use_local_synchronization=True)
+            assert isinstance(group, dist.ProcessGroup)
+            groups[ranks] = group
+        return ProcessGroupAxis(mesh, names, members, groups[ranks])
+
+    return build
+
+
+class ProcessGroupAxis(Axis):
+    """An axis of real ranks.
+
+    Args:
+        members: their ranks in the world, in axis order.
+        group: the process group over them. Its own order is that of the world ranks, which differs from the axis' order where
+            mesh axes are joined in another order than the mesh has.
+    """
+
+    def __init__(self, mesh: Mesh, names: tuple[str, ...], members: tuple[int, ...], group: dist.ProcessGroup) -> None:
+        super().__init__(mesh, names, len(members), members.index(mesh.rank))
+        self._members = members
+        self._group = group
+        self._gloo = dist.get_backend(group) == "gloo"
+        by_rank = sorted(members)
+        self._slots = [by_rank.index(rank) for rank in members]  # place in the group of each place on the axis
+        self._places = [members.index(rank) for rank in by_rank]  # and back
+        self._ordered = by_rank == list(members)
+
+    def launch(self, call: Call) -> Callable[[], Tensor]:
+        try:
+            finish = self._start(call)
+        except RuntimeError as error:
+            error.add_note(f"when starting {call} on the axis {self.name!r}")
+            raise
+
+        def wait() -> Tensor:
+            try:
+                return finish()
+            except RuntimeError as error:
+                error.add_note(f"while waiting for {call} on the axis {self.name!r}")
+                raise
+
+        return wait
+
+    def _start(self, call: Call) -> Callable[[], Tensor]:
+        x, ones = call.x.contiguous(), [1] * self.size
+        match call.op:
+            case "all_gather":
+                return self._all_gather(x, call)
+            case "reduce_scatter":
+                return self._reduce_scatter(x, call)
+            case "all_reduce":
+                out = x.clone()
+                op = dist.ReduceOp.SUM if call.reduction == "sum" else dist.ReduceOp.MAX
+                return _then(dist.all_reduce(out, op, self._group, async_op=True), out)
+            case "all_to_all":
+                return self._all_to_all(x, call.send, call.receive)
+            case "exchange_counts":
+                return self._all_to_all(x, ones, ones)
+            case "broadcast":
+                out = x.clone() if call.root == self.index else call.output(self.index)
+                return _then(dist.broadcast(out, self._members[call.root], self._group, async_op=True), out)
+            case "permute":
+                return self._permute(x, call.shift)
+            case "barrier":
+                return _then(dist.barrier(self._group, async_op=True), x)
+
+    def _all_gather(self, x: Tensor, call: Call) -> Callable[[], Tensor]:
+        sizes = call.sizes
+        if self._ordered and len(set(sizes)) == 1:
+            out = call.output(self.index)
+            return _then(_all_gather_single(out, x, group=self._group, async_op=True), out, x)
+        if self._gloo:
+            return self._all_to_all(x.repeat(self.size), [x.numel()] * self.size, sizes)
+        out = call.output(self.index)
+        pieces = out.split(list(sizes))
+        return _then(dist.all_gather([pieces[p] for p in self._places], x, self._group, async_op=True), out, x)
+
+    def _reduce_scatter(self, x: Tensor, call: Call) -> Callable[[], Tensor]:
+        sizes, own = call.sizes, call.sizes[self.index]
+        if self._gloo:
+            finish = self._all_to_all(x, sizes, [own] * self.size)
+
+            def total() -> Tensor:
+                pieces = finish().view(self.size, own)
+                out = pieces[0].clone()
+                for piece in pieces[1:]:
+                    out += piece
+                return out
+
+            return total
+        out = call.output(self.index)
+        if self._ordered and len(set(sizes)) == 1:
+            return _then(_reduce_scatter_single(out, x, group=self._group, async_op=True), out, x)
+        pieces = x.split(list(sizes))
+        return _then(dist.reduce_scatter(out, [pieces[p] for p in self._places], group=self._group, async_op=True), out, x)
+
+    def _permute(self, x: Tensor, shift: int) -> Callable[[], Tensor]:
+        """An all-to-all in which each rank has something for one other only: every backend has it, in one group."""
+        to, source = (self.index + shift) % self.size, (self.index - shift) % self.size
+        send, receive = ([x.numel() * (place == peer) for place in range(self.size)] for peer in (to, source))
+        finish = self._all_to_all(x.view(-1), send, receive)
+        return lambda: finish().view(x.shape)
+
+    def _all_to_all(self, x: Tensor, send: Sequence[int], receive: Sequence[int]) -> Callable[[], Tensor]:
+        """Rows to and from each place of the axis."""
+        out = x.new_empty(sum(receive), *x.shape[1:])
+        if self._ordered:
+            return _then(dist.all_to_all_single(out, x, list(receive), list(send), self._group, async_op=True), out, x)
+        blocks = x.split(list(send))
+        x = torch.cat([blocks[p] for p in self._places])
+        receive_slots, send_slots = [receive[p] for p in self._places], [send[p] for p in self._places]
+        finish = _then(dist.all_to_all_single(out, x, receive_slots, send_slots, self._group, async_op=True), out, x)
+
+        def in_axis_order() -> Tensor:
+            blocks = finish().split(receive_slots)
+            return torch.cat([blocks[s] for s in self._slots])
+
+        return in_axis_order
+
+
+def _then(work: Any, out: Tensor, *inputs: Tensor) -> Callable[[], Tensor]:
+    """Waits for torch's work, then gives ``out``; holds the inputs until then."""
+
+    def finish(inputs: tuple[Tensor, ...] = inputs) -> Tensor:
+        work.wait()
+        return out
+
+    return finish

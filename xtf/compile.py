@@ -1,0 +1,101 @@
+"""Compile: lower every distinct stage of a step for one backend, once."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import types
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from xtf import tree
+from xtf.stage import Lower
+from xtf.step import Compilation, TrainStep, eager
+
+Backend = Literal["inductor", "aot_eager", "eager"]
+_BACKENDS = ("inductor", "aot_eager", "eager")
+
+
+def compile(step: TrainStep, *, backend: Backend = "inductor", unit: Literal["stage"] = "stage", donate: bool = False) -> TrainStep:
+    """Lower a finished step.
+
+    Each distinct stage (equal `xtf.stage.Stage.key`) is compiled once in a process and used by all layers, and by all simulated
+    ranks, alike; it is one graph without breaks. Transfers and collectives stay with the walk, between stages.
+
+    Args:
+        step: the step, with all its transforms.
+        backend: ``"inductor"`` generates code; ``"aot_eager"`` traces and runs torch's own kernels (to tell a tracing problem from a
+            code generation one); ``"eager"`` compiles nothing.
+        unit: what is compiled at a time.
+        donate: let the step reuse the memory of the state it is given; reading that state afterwards raises. Peak memory then
+            holds one copy of parameters and optimizer state.
+
+    Raises:
+        ValueError: for an unknown backend or unit, or a step that is compiled already.
+
+    Example:
+        >>> import xtf
+        >>> step = xtf.train_step(xtf.models.preset("tiny-moe"), xtf.optim.adamw(lr=1e-3))
+        >>> xtf.compile(step, backend="eager", donate=True).compilation.donate
+        True
+    """
+    if backend not in _BACKENDS:
+        raise ValueError(f"compile(backend={backend!r}): expected one of {', '.join(map(repr, _BACKENDS))}")
+    if unit != "stage":
+        raise ValueError(f"compile(unit={unit!r}): expected 'stage'")
+    if step.compilation.backend != "eager" or step.compilation.donate:
+        raise ValueError(f"compile: the step is already compiled for {step.compilation.backend!r}; compile the step it was made from")
+    return dataclasses.replace(step, compilation=Compilation(backend, lowering(backend), donate))
+
+
+def lowering(backend: Backend) -> Lower:
+    """The `Lower` of a backend: compiled functions are shared by everything in the process that has the same key."""
+    if backend == "eager":
+        return eager
+
+    def lower(fn: Callable[..., Any], key: Hashable) -> Callable[..., Any]:
+        with _CACHE_LOCK:
+            return _CACHE.setdefault((backend, key), _Compiled(fn, backend))
+
+    return lower
+
+
+class _Compiled:
+    """A function compiled on its first call for each signature, by one thread at a time.
+
+    Simulated ranks are threads, and racing first calls would each compile. A stage meets no other rank while it runs (exchanges
+    stand between stages), so holding a lock over the first call cannot deadlock.
+    """
+
+    def __init__(self, fn: Callable[..., Any], backend: Backend) -> None:
+        self._fn = torch.compile(_fresh(fn), backend=backend, fullgraph=True)
+        self._lock = threading.Lock()
+        self._seen: set[Hashable] = set()
+
+    def __call__(self, *args: Any, **consts: Any) -> Any:
+        for nested in (consts, *(a for a in args if isinstance(a, Mapping))):
+            if "cu_seqlens" in nested:  # the number of documents differs from batch to batch: not a reason to compile again
+                torch._dynamo.maybe_mark_dynamic(nested["cu_seqlens"], 0)  # pyright: ignore[reportPrivateUsage]
+        signature = tuple((t.shape, t.dtype, t.device) if isinstance(t, Tensor) else None for t in tree.leaves((args, consts)))
+        if signature in self._seen:
+            return self._fn(*args, **consts)
+        with self._lock:
+            out = self._fn(*args, **consts)
+            self._seen.add(signature)
+            return out
+
+
+def _fresh(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """The same function with a code object of its own: Dynamo keeps its cache, and counts recompilations, per code object, and
+    closures of one code (every stage's recomputation) would fill one another's."""
+    assert isinstance(fn, types.FunctionType)
+    copy = types.FunctionType(fn.__code__.replace(), fn.__globals__, fn.__name__, fn.__defaults__, fn.__closure__)
+    copy.__kwdefaults__ = fn.__kwdefaults__
+    return copy
+
+
+_CACHE: dict[Hashable, _Compiled] = {}
+_CACHE_LOCK = threading.Lock()

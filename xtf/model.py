@@ -1,0 +1,174 @@
+"""A model is a record: parameters described, constants made of a batch, and the chain of stages between them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from xtf import tree
+from xtf.batch import Batch, check_batch, normalizer, pack
+from xtf.checkpoint_map import Source
+from xtf.ops import Ops
+from xtf.ops.reference import REFERENCE
+from xtf.spec import ParamSpec
+from xtf.stage import Stage
+from xtf.tree import Path, Tree
+
+AuxLoss = Callable[[Mapping[str, Tensor], Tensor], tuple[Tensor, dict[str, Tensor]]]
+"""``(statistics summed over tokens, number of tokens) -> (loss, metrics)``: what the routers add to the loss."""
+
+
+@dataclass(frozen=True)
+class Model:
+    """A language model as pure functions over a tree of parameters.
+
+    Args:
+        family: its name in `xtf.models`.
+        config: the family's ``Config``.
+        specs: a tree of `ParamSpec`, the structure of the parameters.
+        constants: adds to the constants of a packed batch (`xtf.batch.pack`) what the family's stages read, as rotary tables.
+        build: ``build(ops) -> stages``. The last stage has the kind ``"loss"``: it has one parameter ``weight`` (vocab, embed),
+            reads the hidden states after the last norm, and writes ``"loss"``, the sum over targets of weight ×
+            cross-entropy × the constant ``normalizer``.
+        sources: where each leaf is found in a Hugging Face checkpoint.
+        hf_config: the fields of the ``config.json`` that transformers needs for this model.
+        vocab: size of the vocabulary.
+        aux: the auxiliary loss of the statistics that router stages write, or ``None``.
+        aux_scope: the tokens over which statistics are summed before ``aux`` sees them: those of all ranks in a
+            micro-batch, or in the whole step.
+        active_fraction: the share of a leaf with the axis ``"expert"`` that one token uses.
+        z_loss: coefficient of the z-loss on the logits (Chowdhery et al. 2022, PaLM): the loss stage adds ``z_loss ×
+            logsumexp²`` to each target's cross-entropy.
+    """
+
+    family: str
+    config: Any
+    specs: Tree
+    constants: Callable[[dict[str, Any]], dict[str, Any]]
+    build: Callable[[Ops], tuple[Stage, ...]]
+    sources: Mapping[Path, Source]
+    hf_config: Mapping[str, Any]
+    vocab: int
+    aux: AuxLoss | None = None
+    aux_scope: Literal["microbatch", "step"] = "microbatch"
+    active_fraction: float = 1.0
+    z_loss: float = 0.0
+    _reference: tuple[Stage, ...] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_reference", self.build(REFERENCE))
+
+    def init(self, seed: int) -> Tree:
+        """Initial parameters, whole, on the CPU."""
+        return tree.map_with_path(lambda path, spec: spec.initial(seed, path), self.specs)
+
+    def param_count(self) -> tuple[int, int]:
+        """(total, active per token) number of parameters; nothing is allocated."""
+        specs: list[ParamSpec] = tree.leaves(self.specs)
+        active = sum(s.numel * (self.active_fraction if "expert" in s.axes else 1.0) for s in specs)
+        return sum(s.numel for s in specs), round(active)
+
+    def pack(self, batch: Batch) -> dict[str, Any]:
+        """The constants of a batch, checked: `xtf.batch.pack` and what the family adds."""
+        check_batch(batch, self.vocab)
+        packed = pack(batch)
+        return packed | self.constants(packed)
+
+    def _hidden(self, params: Tree, consts: Mapping[str, Any]) -> dict[str, Tensor]:
+        """Every value that stands after the last stage but the loss."""
+        return run(self._reference[:-1], params, consts)
+
+    def _head(self, params: Tree) -> Tensor:
+        return tree.items(params)[self._reference[-1].params["weight"]]
+
+    def logits(self, params: Tree, input_ids: Tensor, *, positions: Tensor | None = None, document_ids: Tensor | None = None) -> Tensor:
+        """Scores of the next token.
+
+        Args:
+            params: whole parameters.
+            input_ids: (batch, seq) integers.
+            positions: (batch, seq) integers; by default counted from 0 in each document.
+            document_ids: (batch, seq) integers; attention never crosses from one to another.
+
+        Returns:
+            (batch, seq, vocab), in the parameters' dtype.
+        """
+        optional = {"positions": positions, "document_ids": document_ids}
+        consts = self.pack({"input_ids": input_ids} | {k: v for k, v in optional.items() if v is not None})
+        (read,) = self._reference[-1].reads
+        logits = F.linear(self._hidden(params, consts)[read], self._head(params))
+        return logits.view(*input_ids.shape, self.vocab)
+
+    def loss(self, params: Tree, batch: Batch) -> Tensor:
+        """The loss of a whole batch on one rank, plainly: the reference of every law. Shape (), at least float32.
+
+        Σ weight × cross-entropy ÷ Σ weight, plus the auxiliary loss. 0 where nothing is supervised.
+        """
+        consts = self.pack(batch)
+        consts["normalizer"] = normalizer(consts["weights"].double().sum())
+        values = run(self._reference, params, consts)
+        loss = values.pop("loss")
+        if self.aux is None:
+            return loss
+        stats = {name: value for name, value in values.items() if name in self.statistics}
+        aux, _ = self.aux(stats, consts["valid"].sum())
+        return loss + torch.where(consts["normalizer"] > 0, aux, 0).to(loss.dtype)
+
+    @property
+    def statistics(self) -> tuple[str, ...]:
+        """Names of the values that stages write and no stage reads, but the loss."""
+        return statistics(self._reference)
+
+    def logprobs(self, params: Tree, batch: Batch, *, chunk: int = 1024) -> Tensor:
+        """Log-probability of each label given what precedes it; the logits of ``chunk`` tokens exist at a time.
+
+        Returns:
+            (batch, seq), at least float32; the value of the label at t stands at t, 0 where t is no target.
+        """
+        consts = self.pack(batch)
+        (read,) = self._reference[-1].reads
+        hidden, head, targets = self._hidden(params, consts)[read], self._head(params), consts["targets"]
+        parts: list[Tensor] = []
+        for h, t in zip(hidden.split(chunk), targets.split(chunk), strict=True):
+            logits = F.linear(h, head)
+            logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+            parts.append(-F.cross_entropy(logits, t, reduction="none", ignore_index=-100))
+        if not parts:
+            return hidden.new_zeros(batch["input_ids"].shape)
+        predicted = torch.cat(parts)
+        return torch.cat([predicted.new_zeros(1), predicted[:-1]]).view(batch["input_ids"].shape)
+
+
+def statistics(stages: tuple[Any, ...]) -> tuple[str, ...]:
+    """Values that are written and never read, but ``"loss"``."""
+    read = {name for stage in stages for name in stage.reads}
+    return tuple(name for stage in stages for name in stage.writes if name not in read and name != "loss")
+
+
+def run(stages: tuple[Stage, ...], params: Tree, consts: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Run stages one after another on whole parameters, plainly. Returns every value as it stands in the end."""
+    by_path, values = tree.items(params), dict[str, Tensor]()
+    for stage in stages:
+        own = {name: by_path[path] for name, path in stage.params.items()}
+        written = stage(own, tuple(values[name] for name in stage.reads), consts)
+        values.update(zip(stage.writes, written, strict=True))
+    return values
+
+
+def cross_entropy(z_loss: float = 0.0) -> Callable[..., tuple[Tensor]]:
+    """The plain loss stage: every logit at once. ``fn(params, x, *, targets, weights, normalizer) -> (loss,)``."""
+
+    def loss(params: Mapping[str, Tensor], x: Tensor, *, targets: Tensor, weights: Tensor, normalizer: Tensor) -> tuple[Tensor]:
+        logits = F.linear(x, params["weight"])
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        total = F.cross_entropy(logits, targets, reduction="none", ignore_index=-100)
+        if z_loss:
+            total = total + z_loss * logits.logsumexp(-1).square()
+        return ((total * weights.to(total.dtype)).sum() * normalizer.to(total.dtype),)
+
+    return loss

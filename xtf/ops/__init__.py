@@ -1,0 +1,50 @@
+"""Ops that are lowered per backend, each behind one signature with a plain reference beside it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+
+class Attention(Protocol):
+    """Causal attention inside each document of a packed sequence.
+
+    Args:
+        q: (T, query heads, head size).
+        k: (T, key heads, head size); query heads is a multiple of key heads.
+        v: (T, key heads, value head size).
+        cu_seqlens: (documents + 1,) int32, where each document begins, and T.
+        scale: factor on the scores.
+        window: how many tokens back, itself included, a token sees; ``None`` for all of its document.
+
+    Returns:
+        (T, query heads, value head size).
+    """
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, *, scale: float, window: int | None = None) -> Tensor: ...
+
+
+class GroupedMM(Protocol):
+    """A matrix product for each group of rows.
+
+    Args:
+        x: (rows, K), rows of group g standing together, groups in order.
+        w: (groups, N, K).
+        offsets: (groups,) int32, the row at which each group ends; the last is ``rows``.
+
+    Returns:
+        (rows, N): the rows of group g times ``w[g].T``.
+    """
+
+    def __call__(self, x: Tensor, w: Tensor, offsets: Tensor) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class Ops:
+    """The ops a model is built with. ``name`` goes into the key of every stage that uses them."""
+
+    name: str
+    attention: Attention
+    grouped_mm: GroupedMM

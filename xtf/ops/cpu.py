@@ -1,0 +1,368 @@
+"""Ops for CPUs.
+
+Each op is a custom op with only a fake kernel, forward and backward, inside an ``autograd.Function`` with ``setup_context``:
+that form runs eager, under ``torch.func`` and under ``torch.compile(fullgraph=True)``, and what ``cu_seqlens`` or ``offsets``
+hold never causes a recompilation, since only the kernels read them.
+
+Attention uses torch's flash kernel for CPUs (Dao 2023, "FlashAttention-2") for each run of neighbouring documents of equal
+length. That kernel knows neither windows nor value heads of another size than the keys'; those take query blocks of `_BLOCK`
+tokens against the keys they see. No buffer grows with the square of a document's length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from xtf.ops import Ops
+from xtf.ops.reference import check_attention, check_grouped_mm
+
+_BLOCK = 128  # queries at a time where the flash kernel does not serve
+
+_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, *, scale: float, window: int | None = None) -> Tensor:
+    """Causal attention inside each document, see `xtf.ops.Attention`. Softmax is in float32, or float64 for float64 inputs.
+
+    Raises:
+        ValueError: for shapes that do not fit each other.
+    """
+    check_attention(q, k, v, window)
+    return _Attention.apply(q, k, v, cu_seqlens, scale, window)[0]
+
+
+def grouped_mm(x: Tensor, w: Tensor, offsets: Tensor) -> Tensor:
+    """The rows of each group times that group's matrix, one product per group, see `xtf.ops.GroupedMM`.
+
+    Raises:
+        ValueError: for shapes that do not fit each other.
+    """
+    check_grouped_mm(x, w, offsets)
+    return _GroupedMM.apply(x, w, offsets)
+
+
+CPU = Ops("cpu", attention, grouped_mm)
+"""The ops for CPUs."""
+
+
+# Attention
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float, window: int | None) -> tuple[Tensor, Tensor]:
+        return torch.ops.xtf.attention_cpu(q, k, v, cu_seqlens, scale, window)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        q, k, v, cu_seqlens, ctx.scale, ctx.window = inputs
+        out, logsumexp = output
+        ctx.mark_non_differentiable(logsumexp)
+        ctx.save_for_backward(q, k, v, out, logsumexp, cu_seqlens)
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        return *_AttentionBackward.apply(dout, *ctx.saved_tensors, ctx.scale, ctx.window), None, None, None
+
+
+class _AttentionBackward(torch.autograd.Function):
+    """The backward as a function of its own: ``torch.func.grad`` differentiates while it runs backward, and what has no
+    derivative must say so."""
+
+    @staticmethod
+    def forward(
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        logsumexp: Tensor,
+        cu_seqlens: Tensor,
+        scale: float,
+        window: int | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        return torch.ops.xtf.attention_cpu_backward(dout, q, k, v, out, logsumexp, cu_seqlens, scale, window)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> Any:
+        raise NotImplementedError("the CPU attention has no second derivative: build the model with xtf.ops.reference.REFERENCE")
+
+
+@torch.library.custom_op("xtf::attention_cpu", mutates_args=())
+def _attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float, window: int | None) -> tuple[Tensor, Tensor]:
+    out, logsumexp = _attention_buffers(q, v)
+    group = q.shape[1] // max(k.shape[1], 1)
+    for begin, count, length in _runs(cu_seqlens):
+        rows = slice(begin, begin + count * length)
+        if _flash_serves(q, v, length, window):
+            keys, values = (_heads(_repeat(t[rows], group), count) for t in (k, v))
+            o, lse = _flash(_heads(q[rows], count), keys, values, 0.0, True, scale=scale)
+            out[rows] = o.transpose(1, 2).flatten(0, 1)
+            logsumexp[rows] = lse.transpose(1, 2).flatten(0, 1)
+            continue
+        for start in range(begin, begin + count * length, length):
+            for queries, seen, hidden in _blocks(start, length, window, q.device):
+                scores = _scores(q[queries], k[seen], scale).masked_fill_(hidden, -torch.inf)
+                lse = scores.logsumexp(-1)
+                weights = scores.sub_(lse.unsqueeze(-1)).exp_()
+                out[queries] = torch.einsum("kgqs,skd->qkgd", weights, v[seen].to(weights.dtype)).flatten(1, 2)
+                logsumexp[queries] = lse.flatten(0, 1).T
+    return out, logsumexp
+
+
+@torch.library.custom_op("xtf::attention_cpu_backward", mutates_args=())
+def _attention_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    cu_seqlens: Tensor,
+    scale: float,
+    window: int | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    dout = dout.contiguous()  # the cotangent of a sum is expanded, with stride 0
+    dq, dk, dv = (torch.zeros(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
+    kv_heads = k.shape[1]
+    group = q.shape[1] // max(kv_heads, 1)
+    for begin, count, length in _runs(cu_seqlens):
+        rows = slice(begin, begin + count * length)
+        if _flash_serves(q, v, length, window):
+            keys, values = (_heads(_repeat(t[rows], group), count) for t in (k, v))
+            queries, douts, outs = (_heads(t[rows], count) for t in (q, dout, out))
+            lse = logsumexp[rows].view(count, length, -1).transpose(1, 2)
+            for grad, whole in zip(_flash_backward(douts, queries, keys, values, outs, lse, 0.0, True, scale=scale), (dq, dk, dv), strict=True):
+                grad = grad.transpose(1, 2).flatten(0, 1)
+                whole[rows] = grad if whole is dq or group == 1 else grad.unflatten(1, (kv_heads, group)).sum(2)
+            continue
+        for start in range(begin, begin + count * length, length):
+            # a key is seen from several blocks: sum in the dtype of the softmax
+            document = slice(start, start + length)
+            dk_sum, dv_sum = (torch.zeros(t[document].shape, dtype=logsumexp.dtype, device=t.device) for t in (k, v))
+            for queries, seen, hidden in _blocks(start, length, window, q.device):
+                lse = logsumexp[queries].T.unflatten(0, (kv_heads, group))
+                weights = _scores(q[queries], k[seen], scale).sub_(lse.unsqueeze(-1)).exp_().masked_fill_(hidden, 0)
+                grad, value, o, keys, query = (_split(t, kv_heads, weights.dtype) for t in (dout[queries], v[seen], out[queries], k[seen], q[queries]))
+                dscores = torch.einsum("qkgd,skd->kgqs", grad, value.squeeze(2)).sub_((grad * o).sum(-1).permute(1, 2, 0).unsqueeze(-1))
+                dscores.mul_(weights).mul_(scale)
+                dq[queries] = torch.einsum("kgqs,skd->qkgd", dscores, keys.squeeze(2)).flatten(1, 2)
+                local = slice(seen.start - start, seen.stop - start)
+                dk_sum[local] += torch.einsum("kgqs,qkgd->skd", dscores, query)
+                dv_sum[local] += torch.einsum("kgqs,qkgd->skd", weights, grad)
+            dk[document], dv[document] = dk_sum, dv_sum
+    return dq, dk, dv
+
+
+@_attention.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float, window: int | None) -> tuple[Tensor, Tensor]:
+    return _attention_buffers(q, v)
+
+
+@_attention_backward.register_fake
+def _(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    cu_seqlens: Tensor,
+    scale: float,
+    window: int | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def _attention_buffers(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """(T, heads, value size) for the output and (T, heads) for the logarithm of the softmax's sum."""
+    out = q.new_zeros(q.shape[0], q.shape[1], v.shape[2])
+    return out, q.new_zeros(q.shape[0], q.shape[1], dtype=torch.promote_types(q.dtype, torch.float32))
+
+
+def _flash_serves(q: Tensor, v: Tensor, length: int, window: int | None) -> bool:
+    return q.shape[2] == v.shape[2] and (window is None or window >= length)
+
+
+def _runs(cu_seqlens: Tensor) -> Iterator[tuple[int, int, int]]:
+    """(first row, number of documents, their length) of each run of neighbouring documents of equal length; no empty ones."""
+    bounds: list[int] = cu_seqlens.tolist()
+    begin, count, length = 0, 0, 0
+    for start, end in zip(bounds[:-1], bounds[1:], strict=True):
+        if end == start:
+            continue
+        if count and end - start == length:
+            count += 1
+            continue
+        if count:
+            yield begin, count, length
+        begin, count, length = start, 1, end - start
+    if count:
+        yield begin, count, length
+
+
+def _blocks(start: int, length: int, window: int | None, device: torch.device) -> Iterator[tuple[slice, slice, Tensor]]:
+    """(rows of queries, rows of keys they see, which of these pairs are hidden) for each query block of a document."""
+    end = start + length
+    for a in range(start, end, _BLOCK):
+        b = min(a + _BLOCK, end)
+        first = start if window is None else max(start, a - window + 1)
+        back = torch.arange(a, b, device=device)[:, None] - torch.arange(first, b, device=device)[None, :]
+        yield slice(a, b), slice(first, b), (back < 0) | (back >= (window or length))
+
+
+def _heads(t: Tensor, count: int) -> Tensor:
+    """(count × length, heads, size) as (count, heads, length, size), without a copy where the last dim is dense."""
+    t = t if t.stride(2) == 1 else t.contiguous()
+    return t.unflatten(0, (count, -1)).transpose(1, 2)
+
+
+def _repeat(t: Tensor, group: int) -> Tensor:
+    """Each key head once per query head that uses it."""
+    return t if group == 1 else t.repeat_interleave(group, 1)
+
+
+def _split(t: Tensor, kv_heads: int, dtype: torch.dtype) -> Tensor:
+    """(rows, heads, size) as (rows, key heads, heads per key head, size)."""
+    return t.to(dtype).unflatten(1, (kv_heads, -1))
+
+
+def _scores(q: Tensor, k: Tensor, scale: float) -> Tensor:
+    """(key heads, heads per key head, queries, keys), at least float32."""
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    return torch.einsum("qkgd,skd->kgqs", _split(q, k.shape[1], dtype), k.to(dtype)).mul_(scale)
+
+
+# Grouped products
+
+
+class _GroupedMM(torch.autograd.Function):
+    @staticmethod
+    def forward(x: Tensor, w: Tensor, offsets: Tensor) -> Tensor:
+        return torch.ops.xtf.grouped_mm_cpu(x, w, offsets)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        x, w, offsets = ctx.saved_tensors
+        return *_GroupedMMBackward.apply(dout, x, w, offsets), None
+
+
+class _GroupedMMBackward(torch.autograd.Function):
+    """As `_AttentionBackward`."""
+
+    @staticmethod
+    def forward(dout: Tensor, x: Tensor, w: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.ops.xtf.grouped_mm_cpu_dx(dout, w, offsets), torch.ops.xtf.grouped_mm_cpu_dw(dout, x, offsets)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> Any:
+        raise NotImplementedError("the CPU grouped product has no second derivative: build the model with xtf.ops.reference.REFERENCE")
+
+
+@torch.library.custom_op("xtf::grouped_mm_cpu", mutates_args=())
+def _grouped_mm(x: Tensor, w: Tensor, offsets: Tensor) -> Tensor:
+    out = x.new_empty(x.shape[0], w.shape[1])
+    for group, begin, end in _groups(offsets):
+        torch.mm(x[begin:end], w[group].T, out=out[begin:end])
+    return out
+
+
+@torch.library.custom_op("xtf::grouped_mm_cpu_dx", mutates_args=())
+def _grouped_mm_dx(dout: Tensor, w: Tensor, offsets: Tensor) -> Tensor:
+    dout = dout.contiguous()
+    dx = dout.new_empty(dout.shape[0], w.shape[2])
+    for group, begin, end in _groups(offsets):
+        torch.mm(dout[begin:end], w[group], out=dx[begin:end])
+    return dx
+
+
+@torch.library.custom_op("xtf::grouped_mm_cpu_dw", mutates_args=())
+def _grouped_mm_dw(dout: Tensor, x: Tensor, offsets: Tensor) -> Tensor:
+    dout = dout.contiguous()
+    dw = x.new_empty(offsets.shape[0], dout.shape[1], x.shape[1])
+    for group, begin, end in _groups(offsets):  # a group without rows gets the zeros of an empty product
+        torch.mm(dout[begin:end].T, x[begin:end], out=dw[group])
+    return dw
+
+
+@_grouped_mm.register_fake
+def _(x: Tensor, w: Tensor, offsets: Tensor) -> Tensor:
+    return x.new_empty(x.shape[0], w.shape[1])
+
+
+@_grouped_mm_dx.register_fake
+def _(dout: Tensor, w: Tensor, offsets: Tensor) -> Tensor:
+    return dout.new_empty(dout.shape[0], w.shape[2])
+
+
+@_grouped_mm_dw.register_fake
+def _(dout: Tensor, x: Tensor, offsets: Tensor) -> Tensor:
+    return x.new_empty(offsets.shape[0], dout.shape[1], x.shape[1])
+
+
+def _groups(offsets: Tensor) -> Iterator[tuple[int, int, int]]:
+    """(group, first row, end row) of each group."""
+    begin = 0
+    for group, end in enumerate(offsets.tolist()):
+        yield group, begin, end
+        begin = end
+
+
+# What the kernels compute, for torch's FLOP counter. Counters see shapes only, so documents are taken to be of equal length.
+
+
+def _pairs(tokens: int, documents: int, window: int | None) -> float:
+    """Pairs of a query and a key that it sees."""
+    length = tokens / max(documents, 1)
+    seen = length if window is None else min(window, length)
+    return tokens * (seen if seen < length else (length + 1) / 2)
+
+
+@register_flop_formula(torch.ops.xtf.attention_cpu)
+def _(q: torch.Size, k: torch.Size, v: torch.Size, cu: torch.Size, scale: float, window: int | None, *_: Any, **__: Any) -> int:
+    return int(2 * q[1] * (q[2] + v[2]) * _pairs(q[0], cu[0] - 1, window))
+
+
+@register_flop_formula(torch.ops.xtf.attention_cpu_backward)
+def _(
+    dout: torch.Size,
+    q: torch.Size,
+    k: torch.Size,
+    v: torch.Size,
+    out: torch.Size,
+    lse: torch.Size,
+    cu: torch.Size,
+    scale: float,
+    window: int | None,
+    *_: Any,
+    **__: Any,
+) -> int:
+    return int(2 * q[1] * (3 * q[2] + 2 * v[2]) * _pairs(q[0], cu[0] - 1, window))
+
+
+@register_flop_formula([torch.ops.xtf.grouped_mm_cpu, torch.ops.xtf.grouped_mm_cpu_dx])
+def _(x: torch.Size, w: torch.Size, *_: Any, **__: Any) -> int:
+    return 2 * x[0] * w[1] * w[2]
+
+
+@register_flop_formula(torch.ops.xtf.grouped_mm_cpu_dw)
+def _(dout: torch.Size, x: torch.Size, *_: Any, **__: Any) -> int:
+    return 2 * dout[0] * dout[1] * x[1]

@@ -1,0 +1,94 @@
+"""The plain form of every op: what each backend's kernel is tested against, and the fallback where there is none.
+
+Attention is computed document by document, grouped products group by group, with torch's own operations and its own
+derivatives. The lengths are read on the host, so these do not compile with ``fullgraph=True`` and synchronise on a GPU.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from xtf.ops import Ops
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, *, scale: float, window: int | None = None) -> Tensor:
+    """Causal softmax attention inside each document (Vaswani et al. 2017), see `xtf.ops.Attention`.
+
+    Raises:
+        ValueError: for shapes that do not fit each other.
+
+    Example:
+        >>> q = torch.randn(5, 4, 8)
+        >>> k, v = torch.randn(5, 2, 8), torch.randn(5, 2, 8)
+        >>> attention(q, k, v, torch.tensor([0, 3, 5], dtype=torch.int32), scale=8**-0.5).shape
+        torch.Size([5, 4, 8])
+    """
+    check_attention(q, k, v, window)
+    bounds = _host(cu_seqlens)
+    parts = [
+        _document(q[begin:end], k[begin:end], v[begin:end], scale, window)
+        for begin, end in zip(bounds[:-1], bounds[1:], strict=True)
+        if end > begin
+    ]
+    return torch.cat(parts) if parts else q.new_zeros(q.shape[0], q.shape[1], v.shape[2])
+
+
+def grouped_mm(x: Tensor, w: Tensor, offsets: Tensor) -> Tensor:
+    """The rows of each group times that group's matrix, see `xtf.ops.GroupedMM`.
+
+    Raises:
+        ValueError: for shapes that do not fit each other.
+
+    Example:
+        >>> x, w = torch.ones(3, 2), torch.stack([torch.ones(4, 2), 2 * torch.ones(4, 2)])
+        >>> grouped_mm(x, w, torch.tensor([1, 3], dtype=torch.int32))[:, 0].tolist()
+        [2.0, 4.0, 4.0]
+    """
+    check_grouped_mm(x, w, offsets)
+    ends = _host(offsets)
+    begins = [0, *ends[:-1]]
+    return torch.cat([F.linear(x[begin:end], w[group]) for group, (begin, end) in enumerate(zip(begins, ends, strict=True))])
+
+
+def check_attention(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> None:
+    """Refuse shapes that no attention op takes."""
+    fits = q.dim() == k.dim() == v.dim() == 3 and q.shape[0] == k.shape[0] == v.shape[0] and q.shape[2] == k.shape[2]
+    if not fits or k.shape[1] != v.shape[1] or q.shape[1] % max(k.shape[1], 1):
+        raise ValueError(
+            f"attention got q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}; expected (T, heads, size), "
+            "(T, key heads, size), (T, key heads, value size) with heads a multiple of key heads"
+        )
+    if window is not None and window < 1:
+        raise ValueError(f"attention got window={window}; expected at least 1 (the token itself), or None for the whole document")
+
+
+def check_grouped_mm(x: Tensor, w: Tensor, offsets: Tensor) -> None:
+    """Refuse shapes that no grouped product takes."""
+    if x.dim() != 2 or w.dim() != 3 or x.shape[1] != w.shape[2] or offsets.shape != w.shape[:1]:
+        raise ValueError(
+            f"grouped_mm got x {tuple(x.shape)}, w {tuple(w.shape)}, offsets {tuple(offsets.shape)}; "
+            "expected (rows, K), (groups, N, K), (groups,)"
+        )
+
+
+def _host(values: Tensor) -> list[int]:
+    """The integers of a small tensor. One by one, since ``tolist`` refuses tensors that a ``torch.func`` transform tracks."""
+    return [int(value) for value in values]
+
+
+def _document(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
+    """One document, all heads; scores are (heads, length, length)."""
+    mask = None
+    if window is not None:
+        position = torch.arange(q.shape[0], device=q.device)
+        back = position[:, None] - position[None, :]
+        mask = (back >= 0) & (back < window)
+    q, k, v = (t.transpose(0, 1).unsqueeze(0) for t in (q, k, v))
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+    return out.squeeze(0).transpose(0, 1)
+
+
+REFERENCE = Ops("reference", attention, grouped_mm)
+"""The plain ops."""

@@ -1,0 +1,95 @@
+"""The event record of a walk: what started, ran, was waited for and was freed, in order.
+
+Tests, the memory report, the planner and the tracer read this one record.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from torch import Tensor
+
+from xtf import tree
+
+Act = Literal["start", "wait", "run", "free"]
+What = Literal["forward", "backward", "gather", "reduce", "store", "fetch", "exchange", "scalars"]
+
+
+@dataclass(frozen=True)
+class Event:
+    """One thing the walk did.
+
+    Args:
+        act: ``start`` or ``wait`` of a transfer, ``run`` of a stage, ``free`` of what a transfer brought.
+        what: ``forward`` and ``backward`` of a stage, or the kind of transfer. ``scalars`` are the step's own small all-reduces.
+        stage: the stage's name.
+        direction: the direction the walk was going in.
+        micro: index of the micro-batch.
+        bytes: for a start, bytes this rank sends (collectives: on a ring); for wait and free, bytes that arrived or were freed.
+        stream: the lane the work occupies.
+    """
+
+    act: Act
+    what: What
+    stage: str
+    direction: Literal["forward", "backward", "update"] = "forward"
+    micro: int = 0
+    bytes: int = 0
+    stream: str = "compute"
+
+    def __str__(self) -> str:
+        return f"{self.act} {self.what} {self.stage}"
+
+
+@dataclass
+class Record:
+    """A list of events in the order in which they happened on this rank."""
+
+    events: list[Event] = field(default_factory=list)
+
+    def add(self, event: Event) -> None:
+        """Append an event."""
+        self.events.append(event)
+
+    def __iter__(self) -> Iterator[Event]:
+        return iter(self.events)
+
+    def __len__(self) -> int:
+        return len(self.events)
+
+    def select(
+        self, act: Act | None = None, what: What | None = None, stage: str | None = None, direction: str | None = None
+    ) -> list[Event]:
+        """The events that match everything given."""
+        wanted = {"act": act, "what": what, "stage": stage, "direction": direction}
+        return [e for e in self.events if all(v is None or getattr(e, k) == v for k, v in wanted.items())]
+
+    def position(self, act: Act, what: What, stage: str, direction: str, micro: int = 0) -> int:
+        """Index of the one such event.
+
+        Raises:
+            ValueError: if there is none or more than one.
+        """
+        found = [
+            i for i, e in enumerate(self.events) if (e.act, e.what, e.stage, e.direction, e.micro) == (act, what, stage, direction, micro)
+        ]
+        if len(found) != 1:
+            raise ValueError(f"the record has {len(found)} events '{act} {what} {stage}' ({direction}, micro-batch {micro}); expected one")
+        return found[0]
+
+    def bytes_sent(self, what: What | None = None) -> int:
+        """Bytes this rank sent (ring volume), of one kind of transfer or of all."""
+        return sum(e.bytes for e in self.select("start", what))
+
+
+def storage_bytes(value: Any) -> int:
+    """Bytes of the distinct storages of the tensors in a tree."""
+    sizes = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tree.leaves(value) if isinstance(t, Tensor)}
+    return sum(sizes.values())
+
+
+def handle_bytes(handle: Any) -> int:
+    """Bytes that a transfer's handle says it moves: the sum of ``.bytes`` over its leaves (tensors have none)."""
+    return sum(int(getattr(leaf, "bytes", 0)) for leaf in tree.leaves(handle))

@@ -1,0 +1,470 @@
+"""The training step: a record of seams, and what follows from them.
+
+A transform takes a `TrainStep` and returns one with some seams replaced; the step derives everything else (placements, program,
+transfers) once, when it is first used, so that transforms may be composed in any order.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from xtf import tree
+from xtf.batch import Batch, normalizer
+from xtf.collectives import Axis
+from xtf.mesh import join
+from xtf.model import Model, statistics
+from xtf.ops import Ops
+from xtf.ops.lowering import best
+from xtf.optim import Optimizer, apply_updates
+from xtf.placement import Placed, Placement, cut, gather_transfer, place, reduce_transfer, uncut
+from xtf.record import Event, Record
+from xtf.spec import ParamSpec
+from xtf.stage import Lower, Pair, Program, Stage
+from xtf.state import State
+from xtf.tree import Path, Tree
+from xtf.walk import walk
+
+Rewrite = Callable[["TrainStep", Program], Program]
+"""``(finished step, program) -> program``: replaces, adds or reorders stages."""
+
+Split = Callable[[Batch], Sequence[Batch]]
+"""This rank's part of the batch as micro-batches; their number is the same on all ranks."""
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Dtypes: ``params`` are stored in, ``compute`` is what stages see (and what is gathered), ``reduce`` is what gradients are
+    summed in over ranks. ``None`` leaves the parameters' own."""
+
+    params: torch.dtype | None = None
+    compute: torch.dtype | None = None
+    reduce: torch.dtype | None = None
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """The axes that leaves are split over, the axes that hold replicas, and whether parameters are gathered again for backward."""
+
+    axes: tuple[Axis, ...] = ()
+    replicate: tuple[Axis, ...] = ()
+    regather: bool = True
+
+
+@dataclass(frozen=True)
+class Compilation:
+    """How stages are lowered: the backend's name, the function that does it, and whether states are donated."""
+
+    backend: str
+    lower: Lower
+    donate: bool = False
+
+
+def eager(fn: Callable[..., Any], key: object) -> Callable[..., Any]:
+    """The lowering that changes nothing."""
+    return fn
+
+
+@dataclass(frozen=True)
+class TrainStep:
+    """A pure training step ``(state, batch) -> (state, metrics)``, as a record of seams.
+
+    Made by `train_step`; transforms replace fields of it. Its methods take and return *this rank's* trees.
+
+    Args:
+        model: the model.
+        optimizer: the optimizer.
+        stack: what was applied, innermost first, for `repr`.
+        token_axes: mesh axes whose ranks hold different parts of the batch. Loss, metrics and gradients are summed over them.
+        owned: for a logical axis of parameters, the mesh axis on which stages compute on parts of it.
+        sharding: where leaves live (`xtf.transforms.shard`).
+        precision: dtypes (`xtf.transforms.precision`).
+        split: the batch seam.
+        rewrites: the program seam: applied in order to the model's stages.
+        declarations: applied to each stage of the finished program, to declare transfers on it.
+        ops: the kernels; by default the best for the device of the parameters.
+        compilation: how stages are lowered.
+    """
+
+    model: Model
+    optimizer: Optimizer
+    stack: tuple[str, ...] = ()
+    token_axes: tuple[Axis, ...] = ()
+    owned: Mapping[str, Axis] = dataclasses.field(default_factory=dict[str, Axis])
+    sharding: Sharding = Sharding()
+    precision: Precision = Precision()
+    split: Split = lambda batch: (batch,)
+    rewrites: tuple[Rewrite, ...] = ()
+    declarations: tuple[Callable[[TrainStep, Stage], Stage], ...] = ()
+    ops: Ops | None = None
+    compilation: Compilation = Compilation("eager", eager)
+    device: torch.device = torch.device("cpu")
+
+    # What transforms use ---------------------------------------------------------------------------------------------------------
+
+    def replace(self, name: str, **seams: Any) -> TrainStep:
+        """A step with seams replaced, and ``name`` on its stack."""
+        return dataclasses.replace(self, stack=(*self.stack, name), **seams)
+
+    def with_token_axes(self, axes: Sequence[Axis]) -> tuple[Axis, ...]:
+        """``token_axes`` and ``axes`` together, each mesh axis once.
+
+        Raises:
+            ValueError: if two of them share a mesh axis without being the same.
+        """
+        return merge_axes((*self.token_axes, *axes))
+
+    # What follows from the seams -------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def specs(self) -> dict[Path, ParamSpec]:
+        """Each leaf's spec, in the dtype in which it is stored."""
+        found: dict[Path, ParamSpec] = tree.items(self.model.specs)
+        dtype = self.precision.params
+        return {p: dataclasses.replace(s, dtype=dtype) if dtype and s.dtype.is_floating_point else s for p, s in found.items()}
+
+    @cached_property
+    def placements(self) -> dict[Path, Placement]:
+        """Each leaf's place on the mesh."""
+        return {path: place(spec, self.owned, self.sharding.axes) for path, spec in self.specs.items()}
+
+    def placed(self, *, donate: bool = False) -> Placed:
+        """The placements as optimizers use them."""
+        return Placed(self.placements, donate)
+
+    @cached_property
+    def program(self) -> Program:
+        """The finished program: the model's stages rewritten, with every transfer declared."""
+        program: Program = self.model.build(self.ops or best(self.device))
+        for rewrite in self.rewrites:
+            program = rewrite(self, program)
+        _check_program(program)
+        return tuple(self._declare(node) if isinstance(node, Stage) else node for node in program)
+
+    def _declare(self, stage: Stage) -> Stage:
+        for declare in self.declarations:
+            stage = declare(self, stage)
+        own = {name: self.placements[path] for name, path in stage.params.items()}
+        trained = {path: self.placements[path] for path in stage.params.values() if self.specs[path].trainable}
+        sums = merge_axes((*self.token_axes, *stage.partial_over))
+        return dataclasses.replace(
+            stage,
+            gather=gather_transfer(stage.name, own, self.precision.compute),
+            reduce=reduce_transfer(stage.name, trained, dict.fromkeys(trained, sums), self.precision.reduce),
+            regather=self.sharding.regather,
+        )
+
+    @cached_property
+    def pairs(self) -> tuple[Pair | None, ...]:
+        """Each stage as the walk runs it."""
+        lower = self.compilation.lower
+        return tuple(s.rule(s.fn, s.key, lower) if isinstance(s, Stage) else None for s in self.program)
+
+    @cached_property
+    def token_axis(self) -> Axis | None:
+        """All axes of distinct tokens as one."""
+        return join(*self.token_axes) if self.token_axes else None
+
+    # Parameters and state --------------------------------------------------------------------------------------------------------
+
+    def init(self, seed: int) -> State:
+        """The initial state of this rank. Values depend on ``seed``, the leaf and the index only, not on the layout."""
+        return self.state(self.tree_of({path: p.spec.initial(seed, path, p.ranges()) for path, p in self.placements.items()}))
+
+    def state(self, params: Tree) -> State:
+        """A state with these local parameters, a fresh optimizer state, and step 0."""
+        return State(params, self.optimizer.init(params, self.placed()), torch.zeros((), dtype=torch.int64))
+
+    def tree_of(self, leaves: Mapping[Path, Any]) -> Tree:
+        """A tree of the parameters' structure from ``{path: leaf}``, on the step's device."""
+        return tree.from_items(
+            self.model.specs, {p: leaf.to(self.device) if isinstance(leaf, Tensor) else leaf for p, leaf in leaves.items()}
+        )
+
+    def place(self, full: Tree) -> Tree:
+        """This rank's blocks of a whole tree of the parameters' structure (parameters, gradients, moments)."""
+        leaves = self._leaves(full)
+        return self.tree_of({path: None if leaf is None else cut(leaf, self.placements[path]) for path, leaf in leaves.items()})
+
+    def full(self, local: Tree) -> Tree:
+        """The whole tree, on every rank, from the ranks' blocks: the inverse of `place`."""
+        leaves = self._leaves(local)
+        return self.tree_of({path: None if leaf is None else uncut(leaf, self.placements[path]) for path, leaf in leaves.items()})
+
+    def _leaves(self, params: Tree) -> dict[Path, Any]:
+        if not tree.same_structure(params, self.model.specs):
+            given, wanted = set(tree.paths(params)), set(self.specs)
+            raise ValueError(
+                f"the tree is not of the parameters' structure: missing {sorted(wanted - given)[:5]}, unknown {sorted(given - wanted)[:5]}"
+            )
+        return tree.items(params)
+
+    def _local(self, params: Tree) -> dict[Path, Tensor]:
+        leaves = self._leaves(params)
+        for path, leaf in leaves.items():
+            shape, dtype = self.placements[path].shape(), self.specs[path].dtype
+            if tuple(leaf.shape) != shape or leaf.dtype != dtype:
+                raise ValueError(
+                    f"parameter {path} is {leaf.dtype} of shape {tuple(leaf.shape)}; this rank keeps {dtype} of shape {shape}: "
+                    "make local parameters with step.init, step.place or xtf.load"
+                )
+        return leaves
+
+    # Running ---------------------------------------------------------------------------------------------------------------------
+
+    def __call__(self, state: State, batch: Batch, *, record: Record | None = None) -> tuple[State, dict[str, Tensor]]:
+        """One update.
+
+        Args:
+            state: this rank's state.
+            batch: this rank's part of the batch (`xtf.batch`).
+            record: where the walk's events go.
+
+        Returns:
+            The new state, and metrics that are the same on every rank: ``loss``, ``cross_entropy``, ``grad_norm``, ``tokens``
+            (supervised ones of all ranks), those of the auxiliary loss and of the optimizer.
+
+        Raises:
+            ValueError: for a batch that is not one, or parameters that are not this rank's.
+        """
+        donate = self.compilation.donate
+        params, placed = state.params, self.placed(donate=donate)
+        metrics, grads = self._differentiate(params, batch, record)
+        metrics["grad_norm"] = placed.norm(grads)
+        updates, opt = self.optimizer.update(grads, state.opt, params, placed)
+        new = State(apply_updates(params, updates, placed), opt, state.step + 1)
+        metrics = self.optimizer.metrics(opt) | metrics
+        if donate:
+            state.donate()
+        return new, metrics
+
+    def value_and_grad(self, params: Tree, batch: Batch, *, record: Record | None = None) -> tuple[Tensor, Tree]:
+        """The loss (global, shape ()) and this rank's gradients, a tree like ``params`` with ``None`` for what is not trained."""
+        metrics, grads = self._differentiate(params, batch, record)
+        return metrics["loss"], grads
+
+    def loss(self, params: Tree, batch: Batch) -> Tensor:
+        """The loss of a batch (global, shape ()); nothing is differentiated, nothing changes."""
+        return self.evaluate(params, batch)["loss"]
+
+    def evaluate(self, params: Tree, batch: Batch, *, record: Record | None = None) -> dict[str, Tensor]:
+        """The metrics of a batch without training on it: ``loss``, ``cross_entropy``, ``tokens`` and the auxiliary loss's."""
+        run = _Run(self, batch, record)
+        values = walk(self.program, self.pairs, self._local(params), run.micros, keep=run.keep, record=record).values
+        if self.model.aux_scope == "step":
+            run.count(values)
+        else:
+            for micro, final in enumerate(values):
+                run.seeds(micro, final)
+        return run.metrics(values)
+
+    def _differentiate(self, params: Tree, batch: Batch, record: Record | None) -> tuple[dict[str, Tensor], Tree]:
+        local, run = self._local(params), _Run(self, batch, record)
+        if self.model.aux is not None and self.model.aux_scope == "step":
+            run.count(walk(self.program, self.pairs, local, run.micros, keep=run.keep, record=record).values)
+        trained = frozenset(path for path, spec in self.specs.items() if spec.trainable)
+        outcome = walk(self.program, self.pairs, local, run.micros, keep=run.keep, seeds=run.seeds, trained=trained, record=record)
+        grads = {path: outcome.grads.get(path, torch.zeros_like(leaf)) if path in trained else None for path, leaf in local.items()}
+        return run.metrics(outcome.values), tree.from_items(self.model.specs, grads)
+
+    def __repr__(self) -> str:
+        return describe(self)
+
+
+class _Run:
+    """What one evaluation of the loss needs besides the walk: constants, normalisation over ranks, and auxiliary losses."""
+
+    def __init__(self, step: TrainStep, batch: Batch, record: Record | None) -> None:
+        self.step, self.record = step, record
+        batches = list(step.split(batch))
+        if not batches:
+            raise ValueError("the batch seam gave no micro-batch; a step needs at least one")
+        self.micros = [step.model.pack(b) for b in batches]
+        self.stats = statistics(step.program)
+        self.keep = ("loss", *self.stats)
+        own = [(m["weights"].double().sum(), m["valid"].sum(), (m["weights"] != 0).sum()) for m in self.micros]
+        totals = self.sum(torch.stack([torch.stack([v.double() for v in row]) for row in own]))
+        self.weights, self.tokens, self.supervised = totals.unbind(1)
+        scale = normalizer(self.weights.sum())
+        for micro in self.micros:
+            micro["normalizer"] = scale
+        self.shares = self.weights * scale  # of each micro-batch in the loss
+        self.aux: list[tuple[Tensor, dict[str, Tensor]]] = []
+        self.counted: dict[str, Tensor] | None = None
+
+    def sum(self, value: Tensor) -> Tensor:
+        """A small tensor summed over all ranks that hold tokens."""
+        axis = self.step.token_axis
+        if axis is None or axis.size == 1:
+            return value
+        work = axis.start_all_reduce(value, label="scalars")
+        if self.record is not None:
+            self.record.add(Event("start", "scalars", "step", "update", bytes=work.bytes, stream="comm"))
+        return work.wait()
+
+    def _global(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Statistics summed over ranks, in one collective."""
+        parts = [values[name] for name in self.stats]
+        flat = self.sum(torch.cat([p.detach().reshape(-1).double() for p in parts]))
+        pieces = flat.split([p.numel() for p in parts])
+        return {n: piece.view(p.shape).to(p.dtype) for n, p, piece in zip(self.stats, parts, pieces, strict=True)}
+
+    def seeds(self, micro: int, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Cotangents: one for the loss (its scale is in the constants), and those of the auxiliary loss for the statistics."""
+        seeds = {"loss": torch.ones_like(values["loss"])}
+        if self.step.model.aux is None or not self.stats:
+            return seeds
+        if self.counted is None:
+            grads = self._differentiate_aux(self._global(values), self.tokens[micro], self.shares[micro])
+        else:
+            grads = self.counted
+        return seeds | grads
+
+    def count(self, values: Sequence[Mapping[str, Tensor]]) -> None:
+        """Take the statistics of the whole step, which a counting forward has left, for the auxiliary loss."""
+        if self.step.model.aux is None or not self.stats:
+            return
+        total = {name: torch.stack([v[name] for v in values]).sum(0) for name in self.stats}
+        self.counted = self._differentiate_aux(self._global(total), self.tokens.sum(), self.shares.sum())
+
+    def _differentiate_aux(self, stats: dict[str, Tensor], tokens: Tensor, share: Tensor) -> dict[str, Tensor]:
+        aux = self.step.model.aux
+        assert aux is not None
+        floats = {name: value for name, value in stats.items() if value.is_floating_point()}
+
+        def loss(floats: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+            value, metrics = aux(stats | floats, tokens)
+            return value * share.to(value.dtype), metrics
+
+        with torch.enable_grad():
+            grads, (value, metrics) = torch.func.grad_and_value(loss, has_aux=True)(floats)
+        self.aux.append((value.detach(), {name: m.detach() * share.to(m.dtype) for name, m in metrics.items()}))
+        return grads
+
+    def metrics(self, values: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+        """Global metrics of the run; those of the auxiliary loss are averaged over micro-batches by their share in the loss."""
+        loss = self.sum(torch.stack([v["loss"].detach() for v in values]).sum())
+        found = {"loss": loss, "cross_entropy": loss, "tokens": self.supervised.sum().long()}
+        for value, metrics in self.aux:
+            found["loss"] = found["loss"] + value.to(loss.dtype)
+            found |= {name: found[name] + m if name in found else m for name, m in metrics.items()}
+        return found
+
+
+def merge_axes(axes: Sequence[Axis]) -> tuple[Axis, ...]:
+    """Axes in order of first appearance, each once.
+
+    Raises:
+        ValueError: if two share a mesh axis without being the same.
+    """
+    found: dict[tuple[str, ...], Axis] = {}
+    for axis in axes:
+        clash = next((a for names, a in found.items() if set(names) & set(axis.names) and names != axis.names), None)
+        if clash is not None:
+            raise ValueError(f"axes {clash.name!r} and {axis.name!r} overlap: name each mesh axis by itself")
+        found[axis.names] = axis
+    return tuple(found.values())
+
+
+def _check_program(program: Program) -> None:
+    """Refuse a program whose stages cannot be run in order, or that disagree about a shared parameter."""
+    written, partial = set[str](), dict[Path, tuple[str, tuple[str, ...]]]()
+    names = [node.name for node in program]
+    if len(set(names)) != len(names):
+        raise ValueError(f"stage names must be unique; twice: {sorted({n for n in names if names.count(n) > 1})}")
+    for node in program:
+        missing = [name for name in node.reads if name not in written]
+        if missing:
+            raise ValueError(f"stage {node.name} reads {missing}, which no earlier stage writes; written so far: {sorted(written)}")
+        written |= set(node.writes)
+        for path in node.params.values() if isinstance(node, Stage) else ():
+            axes = tuple(a.name for a in node.partial_over)
+            other, had = partial.setdefault(path, (node.name, axes))
+            if had != axes:
+                raise ValueError(
+                    f"parameter {path} is shared by {other} (gradient partial over {had}) and {node.name} (partial over {axes}): "
+                    "its gradients cannot be summed in one reduction; make both stages agree"
+                )
+    if "loss" not in written:
+        raise ValueError(f"no stage writes 'loss'; the program writes {sorted(written)}")
+
+
+def describe(step: TrainStep) -> str:
+    """A readable account of the step: transforms, and what each seam now is."""
+    total, active = step.model.param_count()
+    kept = sum(torch.Size(p.shape()).numel() for p in step.placements.values())
+    kinds = [node.kind if isinstance(node, Stage) else "exchange" for node in step.program]
+    precision = ", ".join(
+        f"{f.name} {getattr(step.precision, f.name)}" for f in dataclasses.fields(Precision) if getattr(step.precision, f.name)
+    )
+    rows = [
+        ("model", f"{step.model.family}, {total:,} parameters, {active:,} active per token"),
+        ("transforms", " · ".join(reversed(step.stack)) or "none"),
+        ("tokens over", ", ".join(f"{a.name} ({a.size})" for a in step.token_axes) or "one rank"),
+        ("parameters", f"{kept:,} on this rank" + "".join(f", {name} over {axis.name}" for name, axis in step.owned.items())),
+        ("precision", precision or str(next(iter(step.specs.values())).dtype)),
+        ("program", f"{len(kinds)} stages: {fold(kinds)}"),
+        (
+            "transfers",
+            fold([name for name in ("gather", "reduce", "store", "fetch") for n in step.program if getattr(n, name, None)]) or "none",
+        ),
+        ("backend", step.compilation.backend + (", donating" if step.compilation.donate else "")),
+    ]
+    return "TrainStep\n" + "\n".join(f"  {name:<12}{text}" for name, text in rows)
+
+
+def fold(names: Sequence[str]) -> str:
+    """A sequence of names with its repetitions counted.
+
+    Example:
+        >>> fold(["embed", "attention", "mlp", "attention", "mlp", "loss"])
+        'embed, 2 × (attention, mlp), loss'
+    """
+    out: list[str] = []
+    at = 0
+    while at < len(names):
+        best_width, best_count = 1, 1
+        for width in range(1, (len(names) - at) // 2 + 1):
+            unit, count = names[at : at + width], 1
+            while list(names[at + count * width : at + (count + 1) * width]) == list(unit):
+                count += 1
+            if count > 1 and width * count > best_width * best_count:
+                best_width, best_count = width, count
+        unit = ", ".join(names[at : at + best_width])
+        out.append(unit if best_count == 1 else f"{best_count} × ({unit})" if best_width > 1 else f"{best_count} × {unit}")
+        at += best_width * best_count
+    return ", ".join(out)
+
+
+def train_step(model: Model, optimizer: Optimizer, *, device: torch.device | str = "cpu") -> TrainStep:
+    """A training step on one rank; wrap it with transforms (`xtf.compose`), then `xtf.compile` it.
+
+    Example:
+        >>> import xtf
+        >>> step = xtf.train_step(xtf.models.preset("tiny-moe"), xtf.optim.adamw(lr=1e-3))
+    """
+    return TrainStep(model, optimizer, device=torch.device(device))
+
+
+def compose(*transforms: Callable[[TrainStep], TrainStep]) -> Callable[[TrainStep], TrainStep]:
+    """Several transforms as one: ``compose(a, b)(step)`` is ``a(b(step))``.
+
+    Raises:
+        TypeError: if something given is not callable.
+    """
+    for at, transform in enumerate(transforms):
+        if not callable(transform):
+            raise TypeError(f"compose: argument {at} is {transform!r}, not a transform: give functions TrainStep -> TrainStep")
+
+    def composed(step: TrainStep) -> TrainStep:
+        for transform in reversed(transforms):
+            step = transform(step)
+        return step
+
+    return composed

@@ -1,0 +1,445 @@
+"""The walk: the one loop that runs a program forward and backward and orders every transfer declared on it.
+
+For each micro-batch the stages run in order, then in reverse. Around that line the walk
+
+* starts the gather of the next stage that needs one before it runs this stage, in both directions and across micro-batches, and
+  frees what was gathered as soon as no task before the next gather needs it;
+* starts the reduction of gradients when the last stage using a parameter has run backward, and waits for it when the next one is
+  ready;
+* starts a store when a stage has run and waits for it when the next stage has run; starts the fetch of the stage before it runs
+  the one behind it;
+* starts an exchange at its place in the forward, and in the backward as soon as the gradients it moves are complete (after the
+  stage that first read what it brought); waits for it when a stage needs what it brings.
+
+Everything is recorded in order (`xtf.record`). Nothing here depends on what a transform is for.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from xtf.record import Act, Event, Record, What, handle_bytes, storage_bytes
+from xtf.stage import Exchange, Pair, Program, Stage, Transfer, is_differentiable
+from xtf.tree import Path
+
+Direction = Literal["forward", "backward"]
+Seeds = Callable[[int, Mapping[str, Tensor]], Mapping[str, Tensor]]
+"""``(micro-batch, final values) -> cotangents`` of some of them; called once between forward and backward."""
+
+
+class Task(NamedTuple):
+    """One stage of one micro-batch in one direction."""
+
+    micro: int
+    direction: Direction
+    index: int
+
+
+class Session(NamedTuple):
+    """A stretch of tasks for which one stage's parameters stay gathered: started before task ``start`` runs, waited for before
+    ``first`` runs, freed after ``last`` has run."""
+
+    index: int
+    start: int
+    first: int
+    last: int
+
+
+def tasks(program: Program, micros: int, *, backward: bool) -> list[Task]:
+    """Every task in the order in which it runs."""
+    order: list[Task] = []
+    for micro in range(micros):
+        order += [Task(micro, "forward", i) for i in range(len(program))]
+        if backward:
+            order += [Task(micro, "backward", i) for i in reversed(range(len(program)))]
+    return order
+
+
+def sessions(program: Program, pairs: Sequence[Pair | None], order: Sequence[Task]) -> list[Session]:
+    """When each stage's parameters are gathered and freed, in order.
+
+    A stage keeps them from one use to the next when no other gather lies between (the last stage, whose backward follows its
+    forward at once), or when it declares ``regather=False``.
+    """
+    found: list[Session] = []
+    held: dict[tuple[int, int], int] = {}  # (micro, stage) -> its open session, for stages that do not regather
+    before: int | None = None  # the last task so far that uses gathered parameters
+    for at, task in enumerate(order):
+        stage, pair = program[task.index], pairs[task.index]
+        if not isinstance(stage, Stage) or pair is None or stage.gather is None or (task.direction == "backward" and not pair.needs_params):
+            continue
+        opened = held.get((task.micro, task.index))
+        if opened is None and found and found[-1].index == task.index and order[found[-1].first].micro == task.micro:
+            opened = len(found) - 1
+        if opened is None:
+            found.append(Session(task.index, at if before is None else before, at, at))
+            if not stage.regather:
+                held[task.micro, task.index] = len(found) - 1
+        else:
+            found[opened] = found[opened]._replace(last=at)
+        before = at
+    return found
+
+
+@dataclass
+class Outcome:
+    """What a walk leaves: this rank's gradients by path (empty without backward), and each micro-batch's final values."""
+
+    grads: dict[Path, Tensor] = field(default_factory=dict)
+    values: list[dict[str, Tensor]] = field(default_factory=list)
+
+
+def walk(
+    program: Program,
+    pairs: Sequence[Pair | None],
+    params: Mapping[Path, Tensor],
+    micros: Sequence[Mapping[str, Any]],
+    *,
+    keep: Sequence[str],
+    seeds: Seeds | None = None,
+    trained: frozenset[Path] = frozenset(),
+    record: Record | None = None,
+) -> Outcome:
+    """Run a program.
+
+    Args:
+        program: stages and exchanges in order.
+        pairs: the `Pair` of each stage, ``None`` for exchanges.
+        params: this rank's parameters by path.
+        micros: the constants of each micro-batch.
+        keep: names of the values to return for each micro-batch (loss, statistics).
+        seeds: gives the cotangents that a backward begins with. Without it only the forward runs and nothing is kept for a
+            backward.
+        trained: paths that get gradients.
+        record: where events go.
+    """
+    return _Walk(program, pairs, params, micros, keep, seeds, trained, record if record is not None else Record()).run()
+
+
+@dataclass
+class _Pending:
+    """Values under way in an exchange; resolved once, by whoever needs them first."""
+
+    transfer: Transfer
+    handle: Any
+    names: tuple[str, ...]
+    stage: str
+    index: int | None = None  # of the exchange, when its residual comes with the values
+    got: dict[str, Any] | None = None
+
+
+class _Walk:
+    """The state of one walk. Methods are in the order in which a task uses them."""
+
+    def __init__(
+        self,
+        program: Program,
+        pairs: Sequence[Pair | None],
+        params: Mapping[Path, Tensor],
+        micros: Sequence[Mapping[str, Any]],
+        keep: Sequence[str],
+        seeds: Seeds | None,
+        trained: frozenset[Path],
+        record: Record,
+    ) -> None:
+        self.program, self.pairs, self.params, self.micros = program, pairs, params, micros
+        self.keep, self.seeds, self.trained, self.record = set(keep), seeds, trained, record
+        self.order = tasks(program, len(micros), backward=seeds is not None)
+        self.sessions = sessions(program, pairs, self.order)
+        self.next_session = 0
+        self.gathering: deque[tuple[Session, Any]] = deque()  # started, not yet waited for
+        self.whole: dict[int, Mapping[str, Tensor]] = {}  # stage -> gathered parameters
+        self.until: dict[int, int] = {}  # stage -> the last task of its session
+        self.values: dict[str, Any] = {}  # name -> tensor or _Pending
+        self.cotangents: dict[str, list[Any]] = {}
+        self.residuals: dict[int, Any] = {}
+        self.blank: dict[int, list[tuple[torch.Size, torch.dtype, torch.device]]] = {}
+        self.storing: list[tuple[int, Any]] = []
+        self.stored: dict[int, Any] = {}
+        self.fetching: dict[int, Any] = {}
+        self.unreduced: dict[Path, Tensor] = {}
+        self.reducing: tuple[Stage, Any] | None = None
+        self.seen: set[int] = set()  # storages of gradients handed out
+        self.last_read = _last_reads(program)
+        self.reduced_by = _reduced_by(program)
+        self.ready_after = _ready_after(program)
+        self.early: dict[int, _Pending] = {}  # exchanges whose backward started before its place
+        self.outcome = Outcome()
+        self.task = Task(0, "forward", 0)
+
+    def run(self) -> Outcome:
+        for at, task in enumerate(self.order):
+            self.task = task
+            node = self.program[task.index]
+            if isinstance(node, Exchange):
+                self._exchange(node)
+            elif task.direction == "forward":
+                self._forward(at, node)
+            else:
+                self._backward(at, node)
+            if task.direction == "forward" and task.index == len(self.program) - 1:
+                self._turn()
+            if task.direction == "backward" and task.index == 0:
+                self.cotangents.clear()
+        self._finish_reduce()
+        return self.outcome
+
+    def _log(self, act: Act, what: What, stage: str, nbytes: int = 0, stream: str = "compute") -> None:
+        self.record.add(Event(act, what, stage, self.task.direction, self.task.micro, nbytes, stream))
+
+    def _start(self, what: What, stage: str, transfer: Transfer, value: Any) -> Any:
+        handle = transfer.start(value)
+        self._log("start", what, stage, handle_bytes(handle), transfer.stream)
+        return handle
+
+    def _wait(self, what: What, stage: str, transfer: Transfer, handle: Any) -> Any:
+        value = transfer.wait(handle)
+        self._log("wait", what, stage, storage_bytes(value), transfer.stream)
+        return value
+
+    # Parameters ------------------------------------------------------------------------------------------------------------------
+
+    def _own(self, stage: Stage) -> dict[str, Tensor]:
+        return {name: self.params[path] for name, path in stage.params.items()}
+
+    def _start_gathers(self, at: int) -> None:
+        """Start what is due by now, labelled with the task it is for."""
+        now = self.task
+        while self.next_session < len(self.sessions) and self.sessions[self.next_session].start <= at:
+            session = self.sessions[self.next_session]
+            stage, self.task = self.program[session.index], self.order[session.first]
+            assert isinstance(stage, Stage) and stage.gather is not None
+            self.gathering.append((session, self._start("gather", stage.name, stage.gather, self._own(stage))))
+            self.next_session += 1
+        self.task = now
+
+    def _gathered(self, at: int, stage: Stage, pair: Pair) -> Mapping[str, Tensor]:
+        """This stage's parameters; before they are waited for, the next gather is under way."""
+        if self.task.direction == "backward" and not pair.needs_params:
+            return {}
+        if stage.gather is None:
+            return self._own(stage)
+        index = self.task.index
+        self._start_gathers(at)
+        if index not in self.whole:
+            session, handle = self.gathering.popleft()
+            self.whole[index] = self._wait("gather", stage.name, stage.gather, handle)
+            self.until[index] = session.last
+        return self.whole[index]
+
+    def _release(self, at: int, stage: Stage) -> None:
+        index = self.task.index
+        if index in self.whole and at >= self.until[index]:
+            self._log("free", "gather", stage.name, storage_bytes(self.whole.pop(index)))
+
+    # Forward ---------------------------------------------------------------------------------------------------------------------
+
+    def _value(self, name: str) -> Tensor:
+        value = self.values[name]
+        if isinstance(value, _Pending):
+            self.values.update(self._resolve(value))
+            value = self.values[name]
+        return value
+
+    def _resolve(self, pending: _Pending) -> dict[str, Any]:
+        if pending.got is None:
+            got = self._wait("exchange", pending.stage, pending.transfer, pending.handle)
+            if pending.index is not None:
+                got, residual = got
+                if self.seeds is not None:
+                    self.residuals[pending.index] = residual
+            pending.got, pending.handle = dict(zip(pending.names, got, strict=True)), None
+        return pending.got
+
+    def _exchange(self, node: Exchange) -> None:
+        if self.task.direction == "forward":
+            reads = tuple(self._value(name) for name in node.reads)
+            pending = _Pending(
+                node.forward, self._start("exchange", node.name, node.forward, reads), node.writes, node.name, self.task.index
+            )
+            self._forget(node)
+            self.values.update(dict.fromkeys(node.writes, pending))
+        else:
+            pending = self.early.pop(self.task.index, None) or self._start_back(self.task.index)
+            for name in node.reads:
+                self.cotangents.setdefault(name, []).append(pending)
+
+    def _start_back(self, index: int) -> _Pending:
+        """Start an exchange's backward. What it brings is entered at its place: names may mean other values until then."""
+        node = self.program[index]
+        assert isinstance(node, Exchange)
+        given = (self.residuals.pop(index), tuple(self._cotangent(name) for name in node.writes))
+        return _Pending(node.backward, self._start("exchange", node.name, node.backward, given), node.reads, node.name)
+
+    def _forward(self, at: int, stage: Stage) -> None:
+        pair = self.pairs[self.task.index]
+        assert pair is not None
+        reads = tuple(self._value(name) for name in stage.reads)
+        consts = {name: self.micros[self.task.micro][name] for name in stage.consts}
+        params = self._gathered(at, stage, pair)
+        if self.seeds is None:
+            writes = pair.evaluate(params, reads, consts) if pair.evaluate is not None else pair.forward(params, reads, consts)[0]
+            residual = None
+        else:
+            writes, residual = pair.forward(params, reads, consts)
+        del params, reads
+        self._log("run", "forward", stage.name)
+        self._release(at, stage)
+        self._finish_stores()
+        self._forget(stage)
+        self.values.update(zip(stage.writes, writes, strict=True))
+        if self.seeds is not None:
+            self.blank[self.task.index] = [(w.shape, w.dtype, w.device) if is_differentiable(w) else None for w in writes]  # pyright: ignore[reportArgumentType]
+            if stage.store is None:
+                self.residuals[self.task.index] = residual
+            else:
+                self.storing.append((self.task.index, self._start("store", stage.name, stage.store, residual)))
+
+    def _forget(self, node: Stage | Exchange) -> None:
+        """Drop the values that no later stage of the forward reads."""
+        for name in self.last_read[self.task.index]:
+            if name not in self.keep:
+                self.values.pop(name, None)
+
+    def _finish_stores(self) -> None:
+        for index, handle in self.storing:
+            stage = self.program[index]
+            assert isinstance(stage, Stage) and stage.store is not None
+            self.stored[index] = self._wait("store", stage.name, stage.store, handle)
+            self._log("free", "store", stage.name)
+        self.storing.clear()
+
+    def _turn(self) -> None:
+        """Between forward and backward: values are final, cotangents begin."""
+        self._finish_stores()
+        for name in list(self.values):
+            self._value(name)
+        values = {name: value for name, value in self.values.items() if name in self.keep}
+        self.values.clear()
+        self.outcome.values.append(values)
+        if self.seeds is not None:
+            self.cotangents = {name: [value] for name, value in self.seeds(self.task.micro, values).items()}
+
+    # Backward --------------------------------------------------------------------------------------------------------------------
+
+    def _cotangent(self, name: str) -> Tensor | None:
+        """The sum of what has flowed back into a value, taken out: what is written above is another value of that name."""
+        total: Tensor | None = None
+        for item in self.cotangents.pop(name, []):
+            one = self._resolve(item)[name] if isinstance(item, _Pending) else item
+            if one is not None:
+                total = one if total is None else total + one
+        return total
+
+    def _start_fetch(self, index: int) -> None:
+        stage = self.program[index]
+        if isinstance(stage, Stage) and stage.fetch is not None and index in self.stored:
+            self.fetching[index] = self._start("fetch", stage.name, stage.fetch, self.stored.pop(index))
+
+    def _residual(self, stage: Stage) -> Any:
+        index = self.task.index
+        self._start_fetch(index)
+        ahead = next((i for i in range(index - 1, -1, -1) if i in self.stored), None)
+        if ahead is not None:
+            self._start_fetch(ahead)
+        if index in self.fetching:
+            assert stage.fetch is not None
+            return self._wait("fetch", stage.name, stage.fetch, self.fetching.pop(index))
+        return self.residuals.pop(index)
+
+    def _backward(self, at: int, stage: Stage) -> None:
+        pair, index = self.pairs[self.task.index], self.task.index
+        assert pair is not None
+        dwrites: list[Tensor | None] = []
+        for name, blank in zip(stage.writes, self.blank.pop(index), strict=True):
+            dy = self._cotangent(name)
+            dwrites.append(dy if dy is not None or blank is None else torch.zeros(blank[0], dtype=blank[1], device=blank[2]))
+        residual = self._residual(stage)
+        consts = {name: self.micros[self.task.micro][name] for name in stage.consts}
+        params = self._gathered(at, stage, pair)
+        dparams, dreads = pair.backward(params, residual, tuple(dwrites), consts)
+        del params, residual, dwrites
+        self._log("run", "backward", stage.name)
+        self._release(at, stage)
+        if stage.fetch is not None:
+            self._log("free", "fetch", stage.name)
+        for name, dx in zip(stage.reads, dreads, strict=True):
+            if dx is not None:
+                self.cotangents.setdefault(name, []).append(dx)
+        for name, grad in dparams.items():
+            path = stage.params[name]
+            if path in self.trained:
+                self.unreduced[path] = self.unreduced[path] + grad if path in self.unreduced else grad
+        ready = {path: self.unreduced.pop(path) for path in self.reduced_by[index] if path in self.unreduced}
+        if ready:
+            self._reduce(stage, ready)
+        for exchange in self.ready_after[index]:
+            self.early[exchange] = self._start_back(exchange)
+
+    def _reduce(self, stage: Stage, ready: dict[Path, Tensor]) -> None:
+        if stage.reduce is None:
+            self._accumulate({path: self._distinct(grad) for path, grad in ready.items()})
+            return
+        self._finish_reduce()
+        self.reducing = (stage, self._start("reduce", stage.name, stage.reduce, ready))
+
+    def _finish_reduce(self) -> None:
+        if self.reducing is not None:
+            stage, handle = self.reducing
+            assert stage.reduce is not None
+            self.reducing = None
+            self._accumulate(self._wait("reduce", stage.name, stage.reduce, handle))
+
+    def _distinct(self, grad: Tensor) -> Tensor:
+        """A gradient in memory of its own: autograd may return one tensor for two parameters, or an expanded view."""
+        storage = grad.untyped_storage()
+        if storage.data_ptr() in self.seen or storage.nbytes() != grad.nbytes or not grad.is_contiguous():
+            grad = grad.clone(memory_format=torch.contiguous_format)
+        self.seen.add(grad.untyped_storage().data_ptr())
+        return grad
+
+    def _accumulate(self, local: Mapping[Path, Tensor]) -> None:
+        for path, grad in local.items():
+            have = self.outcome.grads.get(path)
+            self.outcome.grads[path] = grad if have is None else have.add_(grad)
+
+
+def _last_reads(program: Program) -> list[list[str]]:
+    """For each node, the values whose content nothing reads after it."""
+    needed: set[str] = set()
+    found: list[list[str]] = []
+    for node in reversed(program):
+        needed -= set(node.writes)
+        found.append([name for name in node.reads if name not in needed])
+        needed |= set(node.reads)
+    return found[::-1]
+
+
+def _reduced_by(program: Program) -> list[tuple[Path, ...]]:
+    """For each node, the paths whose gradient is complete when it has run backward: it is their first user."""
+    seen: set[Path] = set()
+    found: list[tuple[Path, ...]] = []
+    for node in program:
+        own = tuple(dict.fromkeys(p for p in node.params.values() if p not in seen)) if isinstance(node, Stage) else ()
+        seen.update(own)
+        found.append(own)
+    return found
+
+
+def _ready_after(program: Program) -> list[list[int]]:
+    """For each node, the exchanges whose gradients are complete when it has run backward: it is the first to read what they
+    write. (An exchange that another reads is left at its place: to start it early, the walk would have to wait.)"""
+    found: list[list[int]] = [[] for _ in program]
+    for index, node in enumerate(program):
+        if isinstance(node, Exchange):
+            names = set(node.writes)
+            first = next((j for j in range(index + 1, len(program)) if names & {*program[j].reads, *program[j].writes}), None)
+            if first is not None and isinstance(program[first], Stage) and names & set(program[first].reads):
+                found[first].append(index)
+    return [row[::-1] for row in found]
