@@ -3,7 +3,7 @@
 Example:
     >>> model = preset("tiny-moe")
     >>> model.param_count()
-    (189184, 115456)
+    (2954624, 1774976)
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def from_hf(source: str | Path | Mapping[str, Any], **options: Any) -> Model:
         'qwen3_moe'
     """
     config = _read(source)
-    model_type = config.get("model_type")
+    model_type = str(config.get("model_type"))
     if model_type not in FAMILIES:
         raise ValueError(f"model_type {model_type!r} is not supported; known are {', '.join(FAMILIES)}")
     family = FAMILIES[model_type]

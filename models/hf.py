@@ -6,10 +6,38 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 _BOOKKEEPING = frozenset(
-    """architectures attn_implementation bos_token_id decoder_start_token_id dtype eos_token_id finetuning_task id2label is_llama_config
-    label2id model_type name_or_path output_attentions output_hidden_states output_router_logits pad_token_id prefix pretraining_tp
-    problem_type return_dict sep_token_id task_specific_params tf_legacy_loss tokenizer_class torch_dtype torchscript transformers_version
-    unk_token_id use_bfloat16 use_cache""".split()
+    {
+        "architectures",
+        "attn_implementation",
+        "bos_token_id",
+        "decoder_start_token_id",
+        "dtype",
+        "eos_token_id",
+        "finetuning_task",
+        "id2label",
+        "is_llama_config",
+        "label2id",
+        "model_type",
+        "name_or_path",
+        "output_attentions",
+        "output_hidden_states",
+        "output_router_logits",
+        "pad_token_id",
+        "prefix",
+        "pretraining_tp",
+        "problem_type",
+        "return_dict",
+        "sep_token_id",
+        "task_specific_params",
+        "tf_legacy_loss",
+        "tokenizer_class",
+        "torch_dtype",
+        "torchscript",
+        "transformers_version",
+        "unk_token_id",
+        "use_bfloat16",
+        "use_cache",
+    }
 )
 """Fields that do not change what the model computes in training."""
 
@@ -51,7 +79,8 @@ def read(config: Mapping[str, Any], *, family: str, model_types: Collection[str]
     """
     model_type = config.get("model_type", next(iter(model_types)))
     if model_type not in model_types:
-        raise ValueError(f"{family} reads model_type {' or '.join(map(repr, model_types))}, the config has {model_type!r}: see xtf.models.from_hf")
+        expected = " or ".join(map(repr, model_types))
+        raise ValueError(f"{family} reads model_type {expected}, the config has {model_type!r}: xtf.models.from_hf finds the family")
     found: dict[str, Any] = {}
     for name, value in config.items():
         if value is None or name in _BOOKKEEPING or name.startswith(("_", "transformers.js")):

@@ -130,9 +130,7 @@ def experts_fn(experts: int, grouped_mm: GroupedMM) -> StageFn:
     return fn
 
 
-def mixture(
-    config: DecoderConfig, layer: int, leaves: Leaves, *, experts: int, top_k: int, inner: int, normalize: bool
-) -> Part:
+def mixture(config: DecoderConfig, layer: int, leaves: Leaves, *, experts: int, top_k: int, inner: int, normalize: bool) -> Part:
     """Norm, router, experts and residual.
 
     Args:

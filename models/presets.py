@@ -35,9 +35,7 @@ PRESETS: dict[str, DecoderConfig] = {
         head_dim=128,
         rms_norm_eps=1e-5,
         max_position_embeddings=131072,
-        rope=Rope(
-            theta=5e5, kind="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192
-        ),
+        rope=Rope(theta=5e5, kind="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192),
     ),
     "qwen3-0.6b": Qwen3(
         vocab_size=151936,
@@ -81,18 +79,19 @@ PRESETS: dict[str, DecoderConfig] = {
         max_position_embeddings=40960,
         rope=_QWEN3_ROPE,
     ),
-    "tiny-moe": Qwen3Moe(
-        vocab_size=512,
-        hidden_size=64,
-        intermediate_size=128,
-        moe_intermediate_size=32,
+    "tiny-moe": Qwen3Moe(  # of `xtf train`: the vocabulary is that of `xtf.data.demo_tokenizer`
+        vocab_size=2048,
+        hidden_size=256,
+        intermediate_size=512,
+        moe_intermediate_size=128,
         num_hidden_layers=2,
-        num_attention_heads=4,
+        num_attention_heads=8,
         num_key_value_heads=2,
-        head_dim=16,
+        head_dim=32,
         num_experts=8,
         num_experts_per_tok=2,
         norm_topk_prob=True,
+        router_aux_loss_coef=0.01,
         max_position_embeddings=2048,
         rope=Rope(theta=1e4),
     ),

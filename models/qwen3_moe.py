@@ -10,7 +10,7 @@ import torch
 
 from xtf.model import Model
 from xtf.models import hf
-from xtf.models.common import SHARED, DecoderConfig, Leaves, attention, check_count, mlp, shared_from_hf, shared_to_hf
+from xtf.models.common import SHARED, DecoderConfig, Leaves, Part, attention, check_count, mlp, shared_from_hf, shared_to_hf
 from xtf.models.decoder import decoder
 from xtf.models.moe import mixture, router_loss
 
@@ -22,7 +22,16 @@ _OWN = (
     "decoder_sparse_step",
     "router_aux_loss_coef",
 )
-_KNOWN = (*SHARED, *_OWN, "num_experts", "num_local_experts", "mlp_only_layers", "use_sliding_window", "sliding_window", "max_window_layers")
+_KNOWN = (
+    *SHARED,
+    *_OWN,
+    "num_experts",
+    "num_local_experts",
+    "mlp_only_layers",
+    "use_sliding_window",
+    "sliding_window",
+    "max_window_layers",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,7 +152,7 @@ def qwen3_moe(
     leaves = Leaves(dtype, config.initializer_range)
     bias, sparse, top_k = config.attention_bias, config.sparse_layers, config.num_experts_per_tok
 
-    def second(i: int):
+    def second(i: int) -> Part:
         if i not in sparse:
             return mlp(config, i, leaves)
         inner, normalize = config.moe_intermediate_size, config.norm_topk_prob

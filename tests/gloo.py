@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from xtf.mesh import Mesh, mesh
 
@@ -52,7 +53,7 @@ class _Pool:
         self.world = (0, 0)  # a number that is never used again, and the size
 
     def start(self) -> None:
-        self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         # A fresh process imports torch once and forks the workers: four times as quick as four fresh processes.
         context, before = multiprocessing.get_context("forkserver"), os.environ.get("OMP_NUM_THREADS")
         context.set_forkserver_preload(["pytest", "torch.distributed", "torch._dynamo", "xtf.mesh"])  # torch.func imports _dynamo
@@ -131,7 +132,7 @@ def _work(pipe: Connection, port: int, rank: int) -> None:
     """What a worker process does: jobs, until the pipe ends."""
     torch.set_num_threads(1)
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    store = dist.TCPStore("127.0.0.1", port)
+    store = TCPStore("127.0.0.1", port)
     joined, meshes = (0, 0), dict[tuple[tuple[str, int], ...], Mesh]()
     while True:
         try:
@@ -145,7 +146,7 @@ def _work(pipe: Connection, port: int, rank: int) -> None:
                 meshes.clear()
                 if dist.is_initialized():
                     dist.destroy_process_group()
-                dist.init_process_group("gloo", store=dist.PrefixStore(str(world[0]), store), rank=rank, world_size=world[1])
+                dist.init_process_group("gloo", store=PrefixStore(str(world[0]), store), rank=rank, world_size=world[1])
                 joined = world
             key = tuple(sizes.items())
             if key not in meshes:

@@ -40,7 +40,8 @@ def transformers_model(name: str, dtype: torch.dtype = torch.float32) -> Any:
 
 def read_by_transformers(folder: Path) -> Mapping[str, Tensor]:
     """The tensors that transformers reads from a folder; nothing missing, nothing unexpected."""
-    model, info = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    auto: Any = transformers.AutoModelForCausalLM
+    model, info = auto.from_pretrained(folder, output_loading_info=True)
     assert {key: list(names) for key, names in info.items() if names} == {}
     return model.state_dict()
 

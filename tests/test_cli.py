@@ -389,9 +389,7 @@ def test_train_from_start_to_end(capsys: pytest.CaptureFixture[str], tmp_path: P
     assert "Elizabeth could not but smile at" + text + "\n" == sample  # the checkpoint is the model that wrote
 
 
-def test_ctrl_c_keeps_the_steps_that_were_done(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_ctrl_c_keeps_the_steps_that_were_done(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     from xtf.step import TrainStep
 
     plain, calls = TrainStep.__call__, [0]

@@ -20,14 +20,16 @@ from xtf.mesh import Mesh, simulate
 
 Names = tuple[str, ...]
 
-SIMULATED: list[tuple[dict[str, int], Names]] = [({"data": n}, ("data",)) for n in range(1, 9)] + [
+SIMULATED: Sequence[tuple[dict[str, int], Names]] = [
+    *[({"data": n}, ("data",)) for n in range(1, 9)],
     ({"data": 2, "expert": 4}, ("expert",)),
     ({"data": 3, "expert": 2}, ("data",)),
     ({"data": 3, "expert": 2}, ("data", "expert")),
     ({"data": 3, "expert": 2}, ("expert", "data")),
     ({"pod": 2, "data": 2, "expert": 2}, ("expert", "pod")),
 ]
-GLOO: list[tuple[dict[str, int], Names]] = [({"data": n}, ("data",)) for n in (2, 3, 4)] + [
+GLOO: Sequence[tuple[dict[str, int], Names]] = [
+    *[({"data": n}, ("data",)) for n in (2, 3, 4)],
     ({"data": 2, "expert": 2}, ("expert",)),
     ({"data": 2, "expert": 2}, ("data", "expert")),
     ({"data": 2, "expert": 2}, ("expert", "data")),
@@ -147,6 +149,25 @@ def test_primitives(where: str, sizes: dict[str, int], names: Names, kind: str) 
                 assert found[name][0].dtype == dtype, name
                 assert found[name][0].shape == value.shape and torch.equal(found[name][0], value), (name, rank)
                 assert found[name][1] == bytes, (name, rank)
+
+
+def _own_primitives(mesh: Mesh, names: Names) -> tuple[Tensor, Tensor]:
+    """Equal pieces by the primitives that other backends have for them, and gloo too."""
+    axis = mesh.join(*names)
+    axis._gloo = False  # pyright: ignore[reportAttributeAccessIssue]
+    try:
+        whole = axis.start_all_gather(data(mesh.rank, 3), [3] * axis.size).wait()
+        return whole, axis.start_reduce_scatter(data(mesh.rank, 3 * axis.size), [3] * axis.size).wait()
+    finally:
+        axis._gloo = True  # pyright: ignore[reportAttributeAccessIssue]
+
+
+@pytest.mark.parametrize(("sizes", "names"), GLOO)
+def test_primitives_of_other_backends(sizes: dict[str, int], names: Names) -> None:
+    for rank, found in enumerate(run("gloo", _own_primitives, names, sizes=sizes)):
+        group = members(sizes, rank, names)
+        reference = expected(group, group.index(rank), torch.float64, "equal")
+        assert torch.equal(found[0], reference["all_gather"][0]) and torch.equal(found[1], reference["reduce_scatter"][0])
 
 
 # Gradients. Each case is a function of this rank's tensor; the loss is the sum over ranks of `_value` of each rank's result.
@@ -269,7 +290,7 @@ def _gradients(mesh: Mesh, names: Names, form: Callable[[Axis, Tensor], Tensor],
         return (torch.func.grad(value)(x) * x.detach().cos()).sum()
 
     by_grad = torch.func.grad(value)(x)
-    out, pullback = torch.func.vjp(value, x)
+    out, pullback = torch.func.vjp(value, x)  # pyright: ignore[reportAssignmentType]
     leaf = x.clone().requires_grad_()
     value(leaf).backward()
     assert leaf.grad is not None and out.shape == ()
@@ -312,7 +333,7 @@ def _tensor_parallel(mesh: Mesh, x: Tensor, up: Tensor, down: Tensor) -> tuple[T
         return (axis.sum((axis.copy(x) @ up).tanh() @ down) ** 3).sum()
 
     own = slice(axis.index * 2, axis.index * 2 + 2)
-    gradients, loss = torch.func.grad_and_value(value, argnums=(0, 1, 2))(x, up[:, own], down[own])
+    gradients, loss = torch.func.grad_and_value(value, argnums=(0, 1, 2))(x, up[:, own], down[own])  # pyright: ignore[reportAssignmentType]
     return loss, gradients
 
 

@@ -149,15 +149,17 @@ def test_layers_of_equal_shape_share_a_key(name: str) -> None:
 
 
 def vjp_of(stage: Any) -> Any:
-    """What the engine compiles: forward and backward in one function."""
+    """Forward and backward in one function, as an engine compiles them. ``torch.func.vjp`` takes floating outputs only."""
 
     def both(params: Mapping[str, Tensor], reads: tuple[Tensor, ...], consts: Mapping[str, Any], dwrites: tuple[Tensor, ...]) -> Any:
         def differentiable(params: Mapping[str, Tensor], floats: tuple[Tensor, ...]) -> Any:
             rest = iter(floats)
-            return stage.fn(params, *[next(rest) if r.is_floating_point() else r for r in reads], **consts)
+            written = stage.fn(params, *[next(rest) if r.is_floating_point() else r for r in reads], **consts)
+            return tuple(w for w in written if w.is_floating_point()), written
 
-        written, back = torch.func.vjp(differentiable, dict(params), tuple(r for r in reads if r.is_floating_point()))
-        return written, back(dwrites)
+        floats = tuple(r for r in reads if r.is_floating_point())
+        out = torch.func.vjp(differentiable, dict(params), floats, has_aux=True)
+        return out[-1], out[1](dwrites)
 
     return both
 
@@ -176,9 +178,10 @@ def compiled_equals_eager(name: str, backend: str) -> None:
         if stage.key in seen:
             continue
         seen.add(stage.key)
-        dwrites = tuple(torch.ones((), dtype=w.dtype).expand(w.shape) for w in writes)
+        dwrites = tuple(torch.ones((), dtype=w.dtype).expand(w.shape) for w in writes if w.is_floating_point())
         both = vjp_of(stage)
         want = both(own, reads, mine, dwrites)
+        torch.compiler.reset()  # every stage's ``both`` has the same code, and dynamo counts recompilations by code
         got = torch.compile(both, fullgraph=True, backend=backend)(own, reads, mine, dwrites)
         assert tree.same_structure(got, want)
         for a, b in zip(tree.leaves(got), tree.leaves(want), strict=True):
@@ -186,7 +189,7 @@ def compiled_equals_eager(name: str, backend: str) -> None:
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", ["qwen2", "qwen3_moe"])  # between them they have every kind of stage, with and without windows
 def test_stages_trace_without_breaks(name: str) -> None:
     compiled_equals_eager(name, "aot_eager")
 
@@ -278,14 +281,14 @@ def test_auxiliary_loss_is_the_formula() -> None:
     want, balances = torch.zeros((), dtype=torch.float64), []
     for i in (0, 2):
         counts, probs, z = (stats[f"layers.{i}.router.{name}"] for name in ("counts", "probs", "z"))
-        balances.append(5 * (counts / (13 * 2) * (probs / 13)).sum())
+        balances.append(5 * (counts.double() / (13 * 2) * (probs / 13)).sum())
         want += 0.1 * balances[-1] + 0.01 * z / 13
     near(loss, want, 1e-14)
     near(metrics["aux_loss"], want, 1e-14)
     near(metrics["router_balance"], torch.stack(balances), 1e-14)
-    load = torch.stack([stats[f"layers.{i}.router.counts"] / 26 for i in (0, 2)])
-    near(metrics["expert_load"], load.double(), 1e-6)
-    near(metrics["load_violation"], load.amax(1).double() * 5 - 1, 1e-6)
+    load = torch.stack([stats[f"layers.{i}.router.counts"].double() / 26 for i in (0, 2)])
+    near(metrics["expert_load"], load, 1e-15)
+    near(metrics["load_violation"], load.amax(1) * 5 - 1, 1e-14)
     assert metrics["router_z"].shape == (2,)
 
 
@@ -390,7 +393,7 @@ def test_bookkeeping_is_passed_over() -> None:
 def test_unknown_names_list_known_ones() -> None:
     with pytest.raises(ValueError, match="'mamba' is not supported; known are llama, qwen2, qwen3, qwen3_moe"):
         models.from_hf({"model_type": "mamba"})
-    with pytest.raises(ValueError, match="no preset 'qwen3-30b'; near are qwen3-30b-a3b"):
+    with pytest.raises(ValueError, match=r"no preset 'qwen3-30b'; near are .*qwen3-30b-a3b"):
         models.preset("qwen3-30b")
     with pytest.raises(ValueError, match=r"no preset '\?'; known are smollm2-135m"):
         models.preset("?")

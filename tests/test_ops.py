@@ -10,11 +10,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from xtf.ops.cpu import CPU
 from xtf.ops.lowering import best
 from xtf.ops.reference import REFERENCE
+
+QKV = tuple[Tensor, Tensor, Tensor]
 
 
 def close(got: Tensor, want: Tensor, tolerance: float) -> None:
@@ -28,16 +33,22 @@ def cu(lengths: list[int]) -> Tensor:
     return torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
 
 
-def qkv(tokens: int, heads: int, kv_heads: int, size: int, value_size: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, ...]:
+def qkv(tokens: int, heads: int, kv_heads: int, size: int, value_size: int, dtype: torch.dtype = torch.float64) -> QKV:
     g = torch.Generator().manual_seed(tokens)
     shapes = ((tokens, heads, size), (tokens, kv_heads, size), (tokens, kv_heads, value_size))
-    return tuple(torch.randn(shape, generator=g, dtype=torch.float64).to(dtype) for shape in shapes)
+    q, k, v = (torch.randn(shape, generator=g, dtype=torch.float64).to(dtype) for shape in shapes)
+    return q, k, v
+
+
+def vjp(fn: Callable[..., Any], *args: Tensor) -> tuple[Any, Callable[..., Any]]:
+    out = torch.func.vjp(fn, *args)
+    return out[0], out[1]
 
 
 def both(fn: Callable[..., Tensor], other: Callable[..., Tensor], args: tuple[Tensor, ...], tolerance: float) -> None:
     """Values, and gradients of a random and of an expanded (stride 0) cotangent."""
-    want, want_back = torch.func.vjp(other, *args)
-    got, got_back = torch.func.vjp(fn, *args)
+    want, want_back = vjp(other, *args)
+    got, got_back = vjp(fn, *args)
     close(got, want, tolerance)
     for cotangent in (torch.randn(want.shape, dtype=want.dtype), torch.ones((), dtype=want.dtype).expand(want.shape)):
         for a, b in zip(got_back(cotangent), want_back(cotangent), strict=True):
@@ -53,7 +64,9 @@ def both(fn: Callable[..., Tensor], other: Callable[..., Tensor], args: tuple[Te
     value_size=st.sampled_from([None, 3]),
     window=st.sampled_from([None, 1, 3, 100]),
 )
-def test_attention_equals_reference(lengths: list[int], kv_heads: int, group: int, size: int, value_size: int | None, window: int | None) -> None:
+def test_attention_equals_reference(
+    lengths: list[int], kv_heads: int, group: int, size: int, value_size: int | None, window: int | None
+) -> None:
     args = qkv(sum(lengths), kv_heads * group, kv_heads, size, value_size or size)
     bounds = cu(lengths)
     both(
@@ -101,9 +114,9 @@ def test_reference_attention_is_the_formula(window: int | None) -> None:
 @pytest.mark.parametrize("window", [None, 3])
 def test_attention_in_lower_precision(dtype: torch.dtype, window: int | None) -> None:
     args, bounds = qkv(20, 4, 2, 8, 8, dtype), cu([7, 7, 6])
-    got, back = torch.func.vjp(lambda q, k, v: CPU.attention(q, k, v, bounds, scale=0.3, window=window), *args)
+    got, back = vjp(lambda q, k, v: CPU.attention(q, k, v, bounds, scale=0.3, window=window), *args)
     doubles = tuple(a.double() for a in args)
-    want, want_back = torch.func.vjp(lambda q, k, v: REFERENCE.attention(q, k, v, bounds, scale=0.3, window=window), *doubles)
+    want, want_back = vjp(lambda q, k, v: REFERENCE.attention(q, k, v, bounds, scale=0.3, window=window), *doubles)
     bound = 8 * torch.finfo(dtype).eps
     close(got.double(), want, bound)
     for a, b in zip(back(torch.ones_like(got)), want_back(torch.ones_like(want)), strict=True):
@@ -133,7 +146,7 @@ def test_ops_under_grad_and_plain_autograd() -> None:
     q, k, v = qkv(12, 4, 2, 4, 4)
     bounds = cu([5, 7])
 
-    def loss(q: Tensor) -> Tensor:
+    def loss(q: Tensor) -> Any:
         return CPU.attention(q, k, v, bounds, scale=0.3).square().sum()
 
     leaf = q.clone().requires_grad_()
@@ -159,11 +172,12 @@ def test_attention_compiles_once_whatever_the_documents(window: int | None) -> N
     args = qkv(24, 4, 2, 8, 8)
 
     def run(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, dout: Tensor) -> Any:
-        out, back = torch.func.vjp(lambda q, k, v: CPU.attention(q * 2, k, v, bounds, scale=0.3, window=window).tanh(), q, k, v)
+        out, back = vjp(lambda q, k, v: CPU.attention(q * 2, k, v, bounds, scale=0.3, window=window).tanh(), q, k, v)
         return out, back(dout)
 
     count: list[int] = []
     fast = compiled(run, count)
+    lengths: list[int]
     for lengths in ([8, 8, 8], [1, 20, 3], [0, 0, 24]):
         dout = torch.randn(24, 4, 8, dtype=torch.float64)
         out, grads = fast(*args, cu(lengths), dout)
@@ -177,7 +191,7 @@ def test_grouped_mm_compiles_once_whatever_the_groups() -> None:
     x, w = torch.randn(12, 4), torch.randn(3, 5, 4)
 
     def run(x: Tensor, w: Tensor, offsets: Tensor) -> Any:
-        out, back = torch.func.vjp(lambda x, w: CPU.grouped_mm(x + 1, w, offsets), x, w)
+        out, back = vjp(lambda x, w: CPU.grouped_mm(x + 1, w, offsets), x, w)
         return out, back(torch.ones((), dtype=out.dtype).expand(out.shape))
 
     count: list[int] = []
@@ -196,11 +210,11 @@ def test_windowed_attention_has_no_square_buffer() -> None:
     tokens, heads = 4096, 2
     largest = 0
 
-    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+    class Watch(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             nonlocal largest
             out = func(*args, **(kwargs or {}))
-            for t in torch.utils._pytree.tree_leaves(out):
+            for t in tree_leaves(out):
                 if isinstance(t, Tensor):
                     largest = max(largest, t.numel())
             return out
@@ -240,3 +254,51 @@ def test_bad_input_is_refused() -> None:
 def test_best() -> None:
     assert best(torch.device("cpu")) is CPU
     assert best(torch.device("meta")) is REFERENCE
+
+
+def test_cuda_grouped_mm_is_the_reference_in_16_bits() -> None:
+    """The kernels that it calls exist on the CPU too."""
+    from xtf.ops.cuda import CUDA
+
+    g = torch.Generator().manual_seed(0)
+    x, w = (torch.randn(shape, generator=g).bfloat16() for shape in ((24, 16), (4, 8, 16)))
+    offsets = torch.tensor([8, 8, 16, 24], dtype=torch.int32)  # a group without rows
+    got, back = vjp(lambda x, w: CUDA.grouped_mm(x, w, offsets), x, w)
+    want, want_back = vjp(lambda x, w: REFERENCE.grouped_mm(x, w, offsets), x.double(), w.double())
+    close(got.double(), want, 2**-8)
+    for a, b in zip(back(torch.ones(()).bfloat16().expand(got.shape)), want_back(torch.ones_like(want)), strict=True):
+        close(a.double(), b, 2**-8)
+    assert not back(torch.ones_like(got))[1][1].any()
+
+
+def test_cuda_attention_calls_fit_the_kernels() -> None:
+    """On fake tensors: names, arguments and shapes, forward and backward, also under torch.func.grad."""
+    from xtf.ops.cuda import CUDA
+
+    with FakeTensorMode():
+        shapes = ((12, 4, 16), (12, 2, 16), (12, 2, 16))
+        q, k, v = (torch.empty(shape, dtype=torch.bfloat16) for shape in shapes)
+        bounds = torch.empty(3, dtype=torch.int32)
+        for window in (None, 4):
+            out, back = vjp(lambda q, k, v, w=window: CUDA.attention(q, k, v, bounds, scale=0.25, window=w), q, k, v)
+            assert out.shape == q.shape and out.dtype == torch.bfloat16
+            assert tuple(g.shape for g in back(torch.empty_like(out))) == shapes
+            grad = torch.func.grad(lambda q, w=window: CUDA.attention(q, k, v, bounds, scale=0.25, window=w).sum())(q)
+            assert grad.shape == q.shape
+
+
+def test_cuda_ops_in_wider_dtypes_are_the_reference() -> None:
+    from xtf.ops.cuda import CUDA
+
+    args, bounds = qkv(9, 4, 2, 4, 4), cu([4, 5])
+    assert torch.equal(CUDA.attention(*args, bounds, scale=0.3), REFERENCE.attention(*args, bounds, scale=0.3))
+
+
+def test_second_derivatives_are_refused() -> None:
+    q, k, v = qkv(4, 2, 2, 4, 4)
+
+    def slope(q: Tensor) -> Any:
+        return torch.func.grad(lambda q: CPU.attention(q, k, v, cu([4]), scale=0.5).square().sum())(q).square().sum()
+
+    with pytest.raises(NotImplementedError, match="no second derivative"):
+        torch.func.grad(slope)(q)

@@ -90,7 +90,7 @@ def assert_close(got: Tree, want: Tree, tolerance: float = 1e-12) -> None:
     for path, a, b in zip(tree.paths(want), tree.leaves(got), tree.leaves(want), strict=True):
         assert a.shape == b.shape and a.dtype == b.dtype, path
         if b.numel():
-            assert (a - b).abs().max() <= tolerance * b.abs().max(), path
+            assert (a - b).abs().max() <= tolerance * b.abs().max(), f"{path}: {a} is not {b}"
 
 
 def assert_same(got: Tree, want: Tree) -> None:
@@ -192,11 +192,19 @@ def test_clipping_is_torchs(max_norm: float) -> None:
 
 
 def test_norm_is_at_least_float32_and_skips_none() -> None:
-    norm = UNPLACED.norm({"a": torch.full((10_000,), 0.1, dtype=torch.bfloat16), "b": None, "c": torch.tensor(-3.0)})
+    norm = UNPLACED.norm({"a": torch.full((2, 500), 0.1, dtype=torch.bfloat16), "b": None, "c": torch.tensor(-3.0)})
     assert norm.dtype == torch.float32 and norm.shape == ()
-    want = math.sqrt(10_000 * float(torch.tensor(0.1, dtype=torch.bfloat16)) ** 2 + 9)
-    assert norm.item() == pytest.approx(want, rel=1e-6)
+    assert norm.item() == pytest.approx(math.sqrt(1000 * float(torch.tensor(0.1, dtype=torch.bfloat16)) ** 2 + 9), rel=1e-6)
     assert UNPLACED.norm({"a": None}).item() == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_norm_of_many_elements_is_exact(dtype: torch.dtype) -> None:
+    x = torch.full((3_000_001,), 0.01, dtype=dtype)
+    want = x[0].double().item() * math.sqrt(x.numel())
+    assert UNPLACED.norm({"x": x}).item() == pytest.approx(want, rel=3e-6)
+    assert abs(torch.linalg.vector_norm(x, dtype=torch.float32).item() - want) > 1e-4 * want  # why torch's is not used
+    assert optim.vector_norm(x.view(1, -1).T[::3]).item() == pytest.approx(want / math.sqrt(3), rel=3e-6)
 
 
 # -------------------------------------------------------------------------------------------------------------- schedules
@@ -300,7 +308,7 @@ def test_not_donated_modifies_nothing(name: str, dtype: torch.dtype, grad_dtype:
     updates, new = optimizer.update(**given)
     optim.apply_updates(params, updates)
     assert_same(given, before)
-    given_memory = {leaf.data_ptr() for leaf in tree.leaves(given)}
+    given_memory = {leaf.data_ptr() for leaf in tree.leaves(given) if leaf is not None}
     assert given_memory.isdisjoint(leaf.data_ptr() for leaf in tree.leaves((updates, new)) if leaf is not None)
 
 
@@ -336,7 +344,9 @@ def test_dtypes(name: str, dtype: torch.dtype, grad_dtype: torch.dtype) -> None:
     assert {u.dtype for u in tree.leaves(updates)} == {torch.promote_types(dtype, grad_dtype)}
     assert {p.dtype for p in tree.leaves(optim.apply_updates(params, updates))} == {dtype}
     for a, b in zip(tree.leaves(state), tree.leaves(new), strict=True):
-        assert (a is None and b is None) or (a.dtype, a.shape, a.device) == (b.dtype, b.shape, b.device)
+        assert (a is None) == (b is None)
+        if a is not None and b is not None:
+            assert (a.dtype, a.shape, a.device) == (b.dtype, b.shape, b.device)
 
 
 @pytest.mark.parametrize("name", ["adamw", "sgd momentum"])
@@ -409,12 +419,12 @@ def test_a_rate_of_zero_changes_nothing() -> None:
 
 
 @every_optimizer
-def test_state_is_the_same_tree_to_torch_and_optree(name: str) -> None:
+def test_state_has_the_same_leaves_to_torch_and_optree(name: str) -> None:
     _, state = run(OPTIMIZERS[name](), make_params(), 1)
     mine, theirs = tree.leaves(state), torch_pytree.tree_leaves(state)
-    assert len(mine) == len(theirs) and all(a is b for a, b in zip(mine, theirs, strict=True))
-    counts = [leaf for path, leaf in tree.items(state).items() if path.endswith("steps")]
-    assert counts and all(c.dtype == torch.int64 and c.shape == () and c.device.type == "cpu" and int(c) == 1 for c in counts)
+    assert len(mine) == len(theirs) and {id(leaf) for leaf in mine} == {id(leaf) for leaf in theirs}
+    counts = [leaf for leaf in mine if leaf is not None and leaf.dtype == torch.int64]
+    assert counts and all(c.shape == () and c.device.type == "cpu" and int(c) == 1 for c in counts)
 
 
 @every_optimizer
@@ -438,7 +448,7 @@ def test_adam_kernel_compiles_once() -> None:
         optim.warmup_cosine(0.1, 2, 20), weight_decay=0.1, kernel=torch.compile(optim.adam_kernel, backend=counter, fullgraph=True)
     )
     eager = optim.adamw(optim.warmup_cosine(0.1, 2, 20), weight_decay=0.1)
-    assert_same(run(compiled, params, 6), run(eager, params, 6))
+    assert_close(run(compiled, params, 6), run(eager, params, 6))
     assert counter.frame_count == 1
 
 
@@ -509,7 +519,7 @@ def test_partition_is_separate_optimizers(labels: list[str], as_tree: bool, dona
     for label, (_, whole_state) in alone.items():
         kept = tree.items(state[label])
         for path, leaf in tree.items(whole_state).items():
-            mine = path.endswith("steps") or any(path.endswith(p) for p in PATHS if by_path[p] == label)
+            mine = path == "0" or any(path.endswith(p) for p in PATHS if by_path[p] == label)
             assert_same(kept[path], leaf if mine else None)
 
 
@@ -544,7 +554,7 @@ class Rows:
 
     def norm(self, grads: Tree) -> Tensor:
         own = sum((g.square().sum() for g in tree.leaves(grads) if g.ndim >= 2 or self.rank == 0), torch.zeros((), dtype=torch.float64))
-        return torch.stack(self.exchange("norm", own)).sum().sqrt()
+        return torch.stack(self.exchange("norm", torch.as_tensor(own))).sum().sqrt()
 
     def matrices(self, path: str, local: Tensor) -> Tensor:
         return torch.cat(self.exchange(path, local), -2)

@@ -6,6 +6,7 @@ The toy swap and the toy overlap here are what `swap_activations` and `expert_pa
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import weakref
 from typing import Any
 
@@ -17,7 +18,7 @@ from xtf import testing, tree
 from xtf.record import Record
 from xtf.stage import Exchange, Program, Stage, Transfer, recompute
 from xtf.step import TrainStep, eager, train_step
-from xtf.walk import walk
+from xtf.walk import Direction, walk
 
 
 def chain(depth: int, **fields: Any) -> tuple[Program, dict[str, Tensor]]:
@@ -93,8 +94,9 @@ def test_next_gather_starts_before_this_stage_runs_in_both_directions() -> None:
     _, _, record = run(program, params, micros=2)
     order = [0, 1, 2, 3]
     for micro in range(2):
-        for direction, stages in (("forward", order), ("backward", order[::-1])):
-            for this, following in zip(stages, stages[1:], strict=False):
+        both: list[tuple[Direction, list[int]]] = [("forward", order), ("backward", order[::-1])]
+        for direction, stages in both:
+            for this, following in itertools.pairwise(stages):
                 if direction == "backward" and this == 3:
                     continue  # kept from the forward: nothing lies between
                 start = record.position("start", "gather", f"layers.{following}", direction, micro)
@@ -271,7 +273,8 @@ def test_toy_overlap_computes_while_the_other_part_travels() -> None:
 
     for record in simulate(record_of, data=2):
         a, b = "layers.0.mlp#0", "layers.0.mlp#1"
-        for direction, first, second in (("forward", a, b), ("backward", b, a)):
+        both: list[tuple[Direction, str, str]] = [("forward", a, b), ("backward", b, a)]
+        for direction, first, second in both:
             leaves = "return" if direction == "forward" else "go"
             started = record.position("start", "exchange", f"{first}@{leaves}", direction)
             waited = record.position("wait", "exchange", f"{first}@{leaves}", direction)

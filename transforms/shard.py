@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from xtf.collectives import Axis
 from xtf.mesh import join
-from xtf.step import Sharding, TrainStep, merge_axes
+from xtf.step import Sharding, TrainStep
 
 
 def shard(*axes: Axis, replicate: Axis | None = None, regather: bool = True) -> Callable[[TrainStep], TrainStep]:
@@ -21,7 +21,8 @@ def shard(*axes: Axis, replicate: Axis | None = None, regather: bool = True) -> 
     of the axes (experts, under expert parallelism) is sharded over the others.
 
     Args:
-        axes: the mesh axes to split over, in order. Leaves that do not divide are split unevenly.
+        axes: the mesh axes to split over, in order (a joined axis counts as those it joins). Leaves that do not divide are split
+            unevenly.
         replicate: an axis whose ranks hold replicas and only sum their gradients (hybrid sharding, HSDP). With ``replicate``
             alone the step is plain data parallelism.
         regather: gather again for the backward. ``False`` keeps what the forward gathered: one all-gather less for the memory
@@ -37,28 +38,33 @@ def shard(*axes: Axis, replicate: Axis | None = None, regather: bool = True) -> 
         >>> sharded
         [('shard(data=2)',), ('shard(data=2)',)]
     """
-    every = (*axes, *([replicate] if replicate is not None else []))
-    if not every:
-        raise ValueError('shard() needs at least one mesh axis: shard(mesh["data"])')
-    for axis in every:
+    for axis in (*axes, *([replicate] if replicate is not None else [])):
         if not isinstance(axis, Axis):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ValueError(f'shard: {axis!r} is not a mesh axis; give mesh["name"]')
-    merged = merge_axes(every)
-    if len(merged) != len(every):
-        raise ValueError(f"shard: an axis is named twice in {[a.name for a in every]}")
+    split, copies = _single(*axes), _single(replicate) if replicate is not None else ()
+    every = (*split, *copies)
+    if not every:
+        raise ValueError('shard() needs at least one mesh axis: shard(mesh["data"])')
+    if len({(id(axis.mesh), axis.name) for axis in every}) != len(every):
+        raise ValueError(f"shard: an axis is named twice in {[axis.name for axis in every]}")
     join(*every)  # refuses axes of different meshes
 
     def transform(step: TrainStep) -> TrainStep:
         if step.sharding != Sharding():
             held = [a.name for a in (*step.sharding.axes, *step.sharding.replicate)]
             raise ValueError(f"shard is applied twice: the step is already sharded over {held}; name all axes in one shard(...)")
-        said = [f"{a.name}={a.size}" for a in axes]
-        said += [f"replicate={replicate.name}={replicate.size}"] if replicate is not None else []
+        said = [f"{a.name}={a.size}" for a in split]
+        said += [f"replicate={a.name}={a.size}" for a in copies]
         said += [] if regather else ["regather=False"]
         return step.replace(
             f"shard({', '.join(said)})",
-            sharding=Sharding(axes, (replicate,) if replicate is not None else (), regather),
+            sharding=Sharding(split, copies, regather),
             token_axes=step.with_token_axes(every),
         )
 
     return transform
+
+
+def _single(*axes: Axis) -> tuple[Axis, ...]:
+    """The mesh axes that axes join, each by itself: a leaf may be owned over some of them and sharded over the others."""
+    return tuple(axis.mesh[name] for axis in axes for name in axis.names)

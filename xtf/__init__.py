@@ -1,6 +1,6 @@
 """xtf trains very large sparse mixture-of-experts language models with plain functions and composable transforms."""
 
-from xtf import data, models, optim, testing, transforms
+from xtf import data, models, optim, testing, transforms, tree
 from xtf.checkpoint import CheckpointError, load, load_params, save, save_params
 from xtf.compile import compile
 from xtf.mesh import Mesh, mesh, simulate, split_batch
@@ -40,4 +40,5 @@ __all__ = [
     "testing",
     "train_step",
     "transforms",
+    "tree",
 ]

@@ -36,17 +36,8 @@ def check_batch(batch: Batch, vocab: int) -> None:
         ValueError: for a missing or unknown key, a wrong dtype or shape, or an id outside the vocabulary; it names the key
             and shows what was given and expected.
     """
-    unknown = sorted(set(batch) - _KEYS)
-    if unknown:
-        raise ValueError(f"batch has unknown keys {unknown}; known are {sorted(_KEYS)}")
-    if "input_ids" not in batch:
-        raise ValueError(f"batch has no 'input_ids'; it has {sorted(batch)}")
-    shape = tuple(batch["input_ids"].shape)
-    if len(shape) != 2:
-        raise ValueError(f"batch['input_ids'] must have shape (batch, seq), got {shape}")
+    check_shapes(batch)
     for name, value in batch.items():
-        if tuple(value.shape) != shape:
-            raise ValueError(f"batch[{name!r}] has shape {tuple(value.shape)}, input_ids has {shape}: they must be equal")
         floating = name == "loss_weights"
         if value.is_floating_point() != floating or value.is_complex() or value.dtype == torch.bool:
             raise ValueError(f"batch[{name!r}] must be {'floating' if floating else 'integer'}, got {value.dtype}")
@@ -56,6 +47,28 @@ def check_batch(batch: Batch, vocab: int) -> None:
         labels = batch.get("labels")
         if labels is not None:
             _check_range("labels", torch.where(labels == IGNORE, 0, labels), vocab)
+
+
+def check_shapes(batch: Batch) -> None:
+    """Refuse what is no mapping of known keys to tensors of one shape (batch, seq), ``input_ids`` among them.
+
+    Raises:
+        ValueError: as for `check_batch`.
+    """
+    unknown = sorted(set(batch) - _KEYS)
+    if unknown:
+        raise ValueError(f"batch has unknown keys {unknown}; known are {sorted(_KEYS)}")
+    if "input_ids" not in batch:
+        raise ValueError(f"batch has no 'input_ids'; it has {sorted(batch)}")
+    for name, value in batch.items():
+        if not isinstance(value, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ValueError(f"batch[{name!r}] must be a tensor of shape (batch, seq), got {type(value).__name__}")
+    shape = tuple(batch["input_ids"].shape)
+    if len(shape) != 2:
+        raise ValueError(f"batch['input_ids'] must have shape (batch, seq), got {shape}")
+    for name, value in batch.items():
+        if tuple(value.shape) != shape:
+            raise ValueError(f"batch[{name!r}] has shape {tuple(value.shape)}, input_ids has {shape}: they must be equal")
 
 
 def _check_range(name: str, ids: Tensor, vocab: int) -> None:
@@ -133,7 +146,13 @@ def cut_rows(batch: Batch, n: int, index: int) -> dict[str, Tensor]:
         >>> ids = torch.tensor([[1, 2], [3, 4], [5, 6]])
         >>> cut_rows({"input_ids": ids}, 2, 1)["document_ids"].tolist()
         [[0, 0], [-1, -1]]
+
+    Raises:
+        ValueError: for a batch of unknown keys or unequal shapes, or parts that are none.
     """
+    check_shapes(batch)
+    if not 0 <= index < n:
+        raise ValueError(f"cut_rows: part {index} of {n} parts; expected 0 to {n - 1}")
     rows, seq = batch["input_ids"].shape
     each = -(-rows // n)
     batch = dict(batch)

@@ -6,7 +6,7 @@ import dataclasses
 import threading
 import types
 from collections.abc import Callable, Hashable, Mapping
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
@@ -76,7 +76,7 @@ class _Compiled:
         self._seen: set[Hashable] = set()
 
     def __call__(self, *args: Any, **consts: Any) -> Any:
-        for nested in (consts, *(a for a in args if isinstance(a, Mapping))):
+        for nested in (consts, *(cast(Mapping[str, Any], a) for a in args if isinstance(a, Mapping))):
             if "cu_seqlens" in nested:  # the number of documents differs from batch to batch: not a reason to compile again
                 torch._dynamo.maybe_mark_dynamic(nested["cu_seqlens"], 0)  # pyright: ignore[reportPrivateUsage]
         signature = tuple((t.shape, t.dtype, t.device) if isinstance(t, Tensor) else None for t in tree.leaves((args, consts)))

@@ -65,7 +65,8 @@ class Model:
 
     def init(self, seed: int) -> Tree:
         """Initial parameters, whole, on the CPU."""
-        return tree.map_with_path(lambda path, spec: spec.initial(seed, path), self.specs)
+        specs: dict[Path, ParamSpec] = tree.items(self.specs)
+        return tree.from_items(self.specs, {path: spec.initial(seed, path) for path, spec in specs.items()})
 
     def param_count(self) -> tuple[int, int]:
         """(total, active per token) number of parameters; nothing is allocated."""
@@ -134,7 +135,7 @@ class Model:
         (read,) = self._reference[-1].reads
         hidden, head, targets = self._hidden(params, consts)[read], self._head(params), consts["targets"]
         parts: list[Tensor] = []
-        for h, t in zip(hidden.split(chunk), targets.split(chunk), strict=True):
+        for h, t in zip(torch.split(hidden, chunk), torch.split(targets, chunk), strict=True):
             logits = F.linear(h, head)
             logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
             parts.append(-F.cross_entropy(logits, t, reduction="none", ignore_index=-100))

@@ -17,6 +17,7 @@ from torch import Tensor
 from xtf import tree
 from xtf.collectives import Axis, Work
 from xtf.mesh import join
+from xtf.optim.placement import vector_norm
 from xtf.spec import ParamSpec
 from xtf.stage import Transfer
 from xtf.tree import Path, Tree
@@ -98,16 +99,17 @@ def place(spec: ParamSpec, owned: Mapping[str, Axis], shard: Sequence[Axis]) -> 
 # Cutting and joining ------------------------------------------------------------------------------------------------------------
 
 
-def cut(whole: Tensor, placement: Placement) -> Tensor:
-    """This rank's block of a whole leaf, as a copy."""
-    for dim, (start, stop) in enumerate(placement.ranges()):
-        whole = whole.narrow(dim, start, stop - start)
+def cut(whole: Tensor, placement: Placement, *, below: int = 0) -> Tensor:
+    """This rank's block of a leaf of which the splits before number ``below`` are made already, as a copy."""
+    outer = Placement(placement.spec, placement.splits[:below]).ranges()
+    for dim, ((start, stop), (origin, _)) in enumerate(zip(placement.ranges(), outer, strict=True)):
+        whole = whole.narrow(dim, start - origin, stop - start)
     return whole.clone(memory_format=torch.contiguous_format)
 
 
-def uncut(local: Tensor, placement: Placement) -> Tensor:
-    """The whole leaf, on every rank: undoes the splits from the last to the first."""
-    for depth in range(len(placement.splits), 0, -1):
+def uncut(local: Tensor, placement: Placement, *, below: int = 0) -> Tensor:
+    """The leaf with its splits undone, from the last down to number ``below``: by default the whole leaf, on every rank."""
+    for depth in range(len(placement.splits), below, -1):
         split, outer = placement.splits[depth - 1], Placement(placement.spec, placement.splits[: depth - 1])
         inner = Placement(placement.spec, placement.splits[:depth])
         shapes = [_shape(inner.ranges({split: i})) for i in range(split.axis.size)]
@@ -124,7 +126,7 @@ def _assemble(flat: Tensor, shapes: Sequence[tuple[int, ...]], dim: int) -> Tens
     """The tensor whose parts along ``dim`` lie one after another in ``flat``."""
     if dim == 0:
         return flat.view(sum(s[0] for s in shapes), *shapes[0][1:])
-    pieces = flat.split([math.prod(s) for s in shapes])
+    pieces = torch.split(flat, [math.prod(s) for s in shapes])
     return torch.cat([p.view(s) for p, s in zip(pieces, shapes, strict=True)], dim)
 
 
@@ -152,7 +154,10 @@ class _Group:
         return self.axis.start_all_gather(flat, self.sizes, label=label)
 
     def unpack(self, flat: Tensor) -> dict[str, Tensor]:
-        by_rank = [piece.split([math.prod(shapes[i]) for shapes in self.shapes.values()]) for i, piece in enumerate(flat.split(self.sizes))]
+        by_rank = [
+            torch.split(piece, [math.prod(shapes[i]) for shapes in self.shapes.values()])
+            for i, piece in enumerate(torch.split(flat, self.sizes))
+        ]
         whole: dict[str, Tensor] = {}
         for at, (name, placement) in enumerate(self.members.items()):
             split = placement.gathered
@@ -173,7 +178,7 @@ class _Group:
 
     def unpack_local(self, flat: Tensor) -> dict[str, Tensor]:
         mine = [shapes[self.axis.index] for shapes in self.shapes.values()]
-        return {n: p.view(s) for n, p, s in zip(self.members, flat.split([math.prod(s) for s in mine]), mine, strict=True)}
+        return {n: p.view(s) for n, p, s in zip(self.members, torch.split(flat, [math.prod(s) for s in mine]), mine, strict=True)}
 
 
 def _groups(placements: Mapping[str, Placement]) -> list[_Group]:
@@ -213,13 +218,27 @@ def gather_transfer(stage: str, placements: Mapping[str, Placement], compute: to
     return Transfer(start, wait)
 
 
+@dataclass(frozen=True)
+class _Later:
+    """Bytes that a transfer will send when it is waited for: part of its handle, for the record."""
+
+    bytes: int
+
+
 def reduce_transfer(
-    stage: str, placements: Mapping[Path, Placement], sum_over: Mapping[Path, Sequence[Axis]], reduce: torch.dtype | None
+    stage: str,
+    placements: Mapping[Path, Placement],
+    sum_over: Mapping[Path, Sequence[Axis]],
+    reduce: torch.dtype | None,
+    compute: torch.dtype | None = None,
 ) -> Transfer | None:
     """The transfer that makes this rank's gradients of the stage's whole ones: summed over ``sum_over`` each leaf's axes.
 
     Over the gathered axis the sum is a reduce-scatter; over the others (replicas in HSDP) an all-reduce of what is left. An
-    axis over which a leaf is owned needs no sum: every rank's gradient is that of its own part.
+    axis over which a leaf is owned needs no sum: every rank's gradient is that of its own part. Sums are in ``reduce``, what
+    comes out is in the wider of that and the leaf's own dtype.
+
+    ``None`` where there is nothing to sum and, ``compute`` being the dtype that stages see, nothing to cast.
     """
     rest: dict[tuple[str, ...], tuple[Axis, list[Path]]] = {}
     gathered: dict[Path, Placement] = {}
@@ -237,10 +256,17 @@ def reduce_transfer(
             axis = join(*left)
             rest.setdefault(axis.names, (axis, []))[1].append(path)
     groups = _groups(gathered)
-    if not groups and not rest:
-        return None
     dtypes = {path: reduce or p.spec.dtype for path, p in placements.items()}
+    kept = {path: torch.promote_types(dtypes[path], p.spec.dtype) for path, p in placements.items()}
+    if not groups and not rest and all(dtype == (compute or placements[path].spec.dtype) for path, dtype in kept.items()):
+        return None
     joint = {id(g): reduce or max((p.spec.dtype for p in g.members.values()), key=lambda d: d.itemsize) for g in groups}
+    summed = {path for _, paths in rest.values() for path in paths} | set(gathered)
+
+    def later() -> list[_Later]:
+        """The all-reduces that follow a reduce-scatter."""
+        sizes = {p: math.prod(placements[p].shape()) * dtypes[p].itemsize for _, paths in rest.values() for p in paths}
+        return [_Later(round(2 * (axis.size - 1) / axis.size * sum(sizes[p] for p in paths))) for axis, paths in rest.values()]
 
     def start_rest(local: Mapping[Path, Tensor]) -> list[Work]:
         return [
@@ -250,25 +276,36 @@ def reduce_transfer(
 
     def finish(local: dict[Path, Tensor], works: list[Work]) -> dict[Path, Tensor]:
         for (_, paths), work in zip(rest.values(), works, strict=True):
-            pieces = work.wait().split([local[p].numel() for p in paths])
+            pieces = torch.split(work.wait(), [local[p].numel() for p in paths])
             local |= {p: piece.view(local[p].shape) for p, piece in zip(paths, pieces, strict=True)}
-        return local
+        seen: set[int] = set()
+        return {p: (grad if p in summed else _distinct(grad, seen)).to(kept[p]) for p, grad in local.items()}
 
-    def start(whole: Mapping[Path, Tensor]) -> tuple[dict[Path, Tensor], list[Work]]:
+    def start(whole: Mapping[Path, Tensor]) -> tuple[dict[Path, Tensor], list[Work], list[_Later]]:
         if not groups:
-            return dict(whole), start_rest(whole)
-        return {p: g for p, g in whole.items() if p not in gathered}, [g.start_reduce(whole, joint[id(g)], stage) for g in groups]
+            return dict(whole), start_rest(whole), []
+        scattered = [g.start_reduce(whole, joint[id(g)], stage) for g in groups]
+        return {p: g for p, g in whole.items() if p not in gathered}, scattered, later()
 
-    def wait(handle: tuple[dict[Path, Tensor], list[Work]]) -> dict[Path, Tensor]:
-        local, works = handle
+    def wait(handle: tuple[dict[Path, Tensor], list[Work], list[_Later]]) -> dict[Path, Tensor]:
+        local, works, _ = handle
         if not groups:
             return finish(local, works)
         local = dict(local)
         for group, work in zip(groups, works, strict=True):
             local |= group.unpack_local(work.wait())
-        return finish(local, start_rest(local)) if rest else local
+        return finish(local, start_rest(local))
 
     return Transfer(start, wait)
+
+
+def _distinct(grad: Tensor, seen: set[int]) -> Tensor:
+    """A gradient that nothing was summed into, in memory of its own: autograd may return one tensor for two parameters."""
+    storage = grad.untyped_storage()
+    if storage.data_ptr() in seen or storage.nbytes() != grad.nbytes or not grad.is_contiguous():
+        grad = grad.clone(memory_format=torch.contiguous_format)
+    seen.add(grad.untyped_storage().data_ptr())
+    return grad
 
 
 # What optimizers see -------------------------------------------------------------------------------------------------------------
@@ -289,7 +326,7 @@ class Placed:
                 continue
             axes = [split.axis for split in self.leaves[path].splits]
             names = tuple(sorted(self.leaves[path].axes))
-            square = torch.linalg.vector_norm(grad, dtype=torch.promote_types(grad.dtype, torch.float32)).square()
+            square = vector_norm(grad).square()
             sums.setdefault(names, (axes, []))[1].append(square)
         totals: list[Tensor] = []
         for axes, squares in sums.values():
@@ -299,13 +336,16 @@ class Placed:
         return torch.stack(totals).sum().sqrt() if totals else torch.zeros(())
 
     def matrices(self, path: Path, local: Tensor) -> Tensor:
-        """A leaf with its last two dims whole; leading dims (stacked experts) stay split."""
-        return uncut(local, self.leaves[path]) if self._cuts_matrices(path) else local
+        """A leaf with its last two dims whole; leading dims (stacked experts) stay split where no split of a matrix precedes theirs."""
+        below = self._first_matrix_split(path)
+        return local if below is None else uncut(local, self.leaves[path], below=below)
 
     def cut(self, path: Path, whole: Tensor) -> Tensor:
         """Back from `matrices` to what this rank keeps."""
-        return cut(whole, self.leaves[path]) if self._cuts_matrices(path) else whole
+        below = self._first_matrix_split(path)
+        return whole if below is None else cut(whole, self.leaves[path], below=below)
 
-    def _cuts_matrices(self, path: Path) -> bool:
+    def _first_matrix_split(self, path: Path) -> int | None:
         placement = self.leaves[path]
-        return any(split.dim >= len(placement.spec.shape) - 2 for split in placement.splits)
+        matrix = len(placement.spec.shape) - 2
+        return next((i for i, split in enumerate(placement.splits) if split.dim >= matrix), None)

@@ -47,7 +47,7 @@ class Event:
 class Record:
     """A list of events in the order in which they happened on this rank."""
 
-    events: list[Event] = field(default_factory=list)
+    events: list[Event] = field(default_factory=list[Event])
 
     def add(self, event: Event) -> None:
         """Append an event."""

@@ -8,7 +8,7 @@ value's name.
 Three kinds of thing may be declared, and only the walk orders them:
 
 * a `Stage` computes. It is written as a pure function ``fn`` and becomes a `Pair` (forward, backward) by a rule: `recompute`
-  keeps only what the stage read, `keep` keeps what torch's autograd would, and a pair may be written by hand.
+  keeps only what the stage read, and a pair may be written by hand.
 * an `Exchange` moves values between stages (an all-to-all, say): a `Transfer` forward and its transpose backward.
 * a stage's `gather`, `reduce`, `store` and `fetch` are `Transfer`s of its parameters, its gradients and its residual.
 """
@@ -42,9 +42,9 @@ class Pair(NamedTuple):
 
     Args:
         forward: ``(params, reads, consts) -> (writes, residual)``; the residual is any tree, kept for ``backward``.
-        backward: ``(params, residual, dwrites, consts) -> (dparams, dreads)``. ``dwrites`` has a tensor for each written value (zeros
-            where nothing used it, ``None`` for integers); ``dparams`` has the stage's names as keys; ``dreads`` has ``None`` for values without a
-            gradient (integers).
+        backward: ``(params, residual, dwrites, consts) -> (dparams, dreads)``. ``dwrites`` has a tensor for each written value
+            (zeros where nothing used it, ``None`` for integers); ``dparams`` has the stage's names as keys; ``dreads`` has
+            ``None`` for values without a gradient (integers).
         needs_params: whether ``backward`` reads its parameters. Where it does not, they are not gathered for it and it
             receives an empty mapping.
         evaluate: the forward alone, where nothing will be differentiated and it is cheaper than ``forward``.
@@ -164,7 +164,7 @@ def recompute(fn: StageFn, key: Hashable, lower: Lower) -> Pair:
             written = fn(params, *[next(rest) if is_differentiable(r) else r for r in reads], **consts)
             return tuple(w for w in written if is_differentiable(w))
 
-        _, pullback = torch.func.vjp(of_differentiable, dict(params), tuple(r for r in reads if is_differentiable(r)))
+        pullback: Any = torch.func.vjp(of_differentiable, dict(params), tuple(r for r in reads if is_differentiable(r)))[1]
         return pullback(tuple(d for d in dwrites if d is not None))
 
     run = lower(fn, (key, "forward"))

@@ -31,6 +31,8 @@ from xtf.state import State
 from xtf.tree import Path, Tree
 from xtf.walk import walk
 
+_CPU = torch.device("cpu")
+
 Rewrite = Callable[["TrainStep", Program], Program]
 """``(finished step, program) -> program``: replaces, adds or reorders stages."""
 
@@ -104,7 +106,7 @@ class TrainStep:
     declarations: tuple[Callable[[TrainStep, Stage], Stage], ...] = ()
     ops: Ops | None = None
     compilation: Compilation = Compilation("eager", eager)
-    device: torch.device = torch.device("cpu")
+    device: torch.device = _CPU
 
     # What transforms use ---------------------------------------------------------------------------------------------------------
 
@@ -116,7 +118,7 @@ class TrainStep:
         """``token_axes`` and ``axes`` together, each mesh axis once.
 
         Raises:
-            ValueError: if two of them share a mesh axis without being the same.
+            ValueError: if two of them share a mesh axis without being the same, or are of different meshes.
         """
         return merge_axes((*self.token_axes, *axes))
 
@@ -156,7 +158,7 @@ class TrainStep:
         return dataclasses.replace(
             stage,
             gather=gather_transfer(stage.name, own, self.precision.compute),
-            reduce=reduce_transfer(stage.name, trained, dict.fromkeys(trained, sums), self.precision.reduce),
+            reduce=reduce_transfer(stage.name, trained, dict.fromkeys(trained, sums), self.precision.reduce, self.precision.compute),
             regather=self.sharding.regather,
         )
 
@@ -179,7 +181,10 @@ class TrainStep:
 
     def state(self, params: Tree) -> State:
         """A state with these local parameters, a fresh optimizer state, and step 0."""
-        return State(params, self.optimizer.init(params, self.placed()), torch.zeros((), dtype=torch.int64))
+        trained = tree.from_items(
+            self.model.specs, {path: leaf if self.specs[path].trainable else None for path, leaf in tree.items(params).items()}
+        )
+        return State(params, self.optimizer.init(trained, self.placed()), torch.zeros((), dtype=torch.int64))
 
     def tree_of(self, leaves: Mapping[Path, Any]) -> Tree:
         """A tree of the parameters' structure from ``{path: leaf}``, on the step's device."""
@@ -190,11 +195,19 @@ class TrainStep:
     def place(self, full: Tree) -> Tree:
         """This rank's blocks of a whole tree of the parameters' structure (parameters, gradients, moments)."""
         leaves = self._leaves(full)
+        for path, leaf in leaves.items():
+            if leaf is not None and tuple(leaf.shape) != self.specs[path].shape:
+                raise ValueError(f"{path} has shape {tuple(leaf.shape)}; place takes whole leaves, of shape {self.specs[path].shape}")
         return self.tree_of({path: None if leaf is None else cut(leaf, self.placements[path]) for path, leaf in leaves.items()})
 
     def full(self, local: Tree) -> Tree:
         """The whole tree, on every rank, from the ranks' blocks: the inverse of `place`."""
         leaves = self._leaves(local)
+        for path, leaf in leaves.items():
+            if leaf is not None and tuple(leaf.shape) != self.placements[path].shape():
+                raise ValueError(
+                    f"{path} has shape {tuple(leaf.shape)}; full takes what this rank keeps, of shape {self.placements[path].shape()}"
+                )
         return self.tree_of({path: None if leaf is None else uncut(leaf, self.placements[path]) for path, leaf in leaves.items()})
 
     def _leaves(self, params: Tree) -> dict[Path, Any]:
@@ -312,7 +325,7 @@ class _Run:
         """Statistics summed over ranks, in one collective."""
         parts = [values[name] for name in self.stats]
         flat = self.sum(torch.cat([p.detach().reshape(-1).double() for p in parts]))
-        pieces = flat.split([p.numel() for p in parts])
+        pieces = torch.split(flat, [p.numel() for p in parts])
         return {n: piece.view(p.shape).to(p.dtype) for n, p, piece in zip(self.stats, parts, pieces, strict=True)}
 
     def seeds(self, micro: int, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -361,10 +374,12 @@ def merge_axes(axes: Sequence[Axis]) -> tuple[Axis, ...]:
     """Axes in order of first appearance, each once.
 
     Raises:
-        ValueError: if two share a mesh axis without being the same.
+        ValueError: if two share a mesh axis without being the same, or are of different meshes.
     """
     found: dict[tuple[str, ...], Axis] = {}
     for axis in axes:
+        if axis.mesh is not axes[0].mesh:
+            raise ValueError(f"axes {axes[0].name!r} of {axes[0].mesh} and {axis.name!r} of {axis.mesh}: a step has one mesh, use its axes")
         clash = next((a for names, a in found.items() if set(names) & set(axis.names) and names != axis.names), None)
         if clash is not None:
             raise ValueError(f"axes {clash.name!r} and {axis.name!r} overlap: name each mesh axis by itself")
@@ -383,8 +398,10 @@ def _check_program(program: Program) -> None:
         if missing:
             raise ValueError(f"stage {node.name} reads {missing}, which no earlier stage writes; written so far: {sorted(written)}")
         written |= set(node.writes)
-        for path in node.params.values() if isinstance(node, Stage) else ():
-            axes = tuple(a.name for a in node.partial_over)
+        if not isinstance(node, Stage):
+            continue
+        axes = tuple(str(axis.name) for axis in node.partial_over)
+        for path in node.params.values():
             other, had = partial.setdefault(path, (node.name, axes))
             if had != axes:
                 raise ValueError(

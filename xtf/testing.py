@@ -5,6 +5,8 @@ The reference is ``torch.func.grad`` of ``model.loss`` on one rank: no engine, n
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,10 +16,11 @@ import torch
 from torch import Tensor
 
 from xtf import optim, tree
-from xtf.batch import Batch, pack
+from xtf.batch import Batch, normalizer, pack
 from xtf.collectives import Axis
 from xtf.mesh import Mesh, simulate, split_batch
-from xtf.model import Model
+from xtf.model import Model, run
+from xtf.ops.reference import REFERENCE
 from xtf.step import TrainStep, train_step
 from xtf.tree import Path
 
@@ -33,8 +36,8 @@ class Report:
     """What a check compared: the largest error of each quantity, relative to the largest value of its reference."""
 
     name: str
-    errors: dict[str, float] = field(default_factory=dict)
-    failures: list[str] = field(default_factory=list)
+    errors: dict[str, float] = field(default_factory=dict[str, float])
+    failures: list[str] = field(default_factory=list[str])
 
     @property
     def worst(self) -> float:
@@ -150,14 +153,16 @@ def compare(
     micros = _global_micros(seen)
     weights = [pack(m)["weights"].double().sum() for m in micros]
     total = pack(batch)["weights"].double().sum()
-    _judge(report, "weight of all targets in the micro-batches", torch.stack(weights).sum(), total, tolerance, seen[0].sizes)
+    _judge(
+        report, "weight of all targets in the micro-batches", torch.stack(weights).sum(), total, tolerance=tolerance, sizes=seen[0].sizes
+    )
 
     def loss(params: Any) -> Tensor:
         if model.aux is None or model.aux_scope == "step" or len(micros) == 1:
             return model.loss(params, batch)
         # By definition each micro-batch's loss, auxiliary loss included, counts by its share of the weights.
         parts = [model.loss(params, m) * (w / total) for m, w in zip(micros, weights, strict=True) if w > 0]
-        return torch.stack(parts).sum()
+        return torch.stack(parts).sum() if parts else model.loss(params, batch)
 
     grads, value = torch.func.grad_and_value(loss)(params)
     specs = tree.items(model.specs)
@@ -166,14 +171,17 @@ def compare(
     updates, opt = optimizer.update(grads, optimizer.init(params), params)
     after = tree.items(optim.apply_updates(params, updates))
     norm = torch.stack([g.square().sum() for g in expected.values() if g is not None]).sum().sqrt()
+    known = {"cross_entropy": dataclasses.replace(model, aux=None).loss(params, batch), "tokens": (pack(batch)["weights"] != 0).sum()}
+    known |= _aux_metrics(model, params, [batch] if model.aux_scope == "step" else micros, total)
     for rank, one in enumerate(seen):
         where = f" on rank {rank}" if len(seen) > 1 else ""
-        judge = lambda what, got, want: _judge(report, what + where, got, want, tolerance, one.sizes)  # noqa: E731, B023
+        judge = functools.partial(_judge, report, tolerance=tolerance, sizes=one.sizes, where=where)
         judge("loss", one.loss, value)
         judge("evaluated loss", one.evaluated, value)
         judge("metric loss", one.metrics["loss"], value)
         judge("metric grad_norm", one.metrics["grad_norm"], norm)
-        judge("metric tokens", one.metrics["tokens"], (pack(batch)["weights"] != 0).sum())
+        for key, want in known.items():
+            judge(f"metric {key}", one.metrics[key], want)
         for path, want in expected.items():
             got = one.grads[path]
             if want is None or got is None:
@@ -192,7 +200,23 @@ def compare(
     return report
 
 
-def _judge(report: Report, what: str, got: Tensor, want: Tensor, tolerance: float, sizes: Mapping[str, int]) -> None:
+def _aux_metrics(model: Model, params: Any, micros: Sequence[Batch], total: Tensor) -> dict[str, Tensor]:
+    """What the auxiliary loss reports, averaged over micro-batches by their share of the weights."""
+    if model.aux is None:
+        return {}
+    found: dict[str, Tensor] = {}
+    for micro in micros:
+        consts = model.pack(micro)
+        weight = consts["weights"].double().sum()
+        consts["normalizer"] = normalizer(weight)
+        values = run(model.build(REFERENCE), params, consts)
+        _, metrics = model.aux({name: values[name] for name in model.statistics}, consts["valid"].sum())
+        found |= {name: found.get(name, 0) + value * (weight * normalizer(total)) for name, value in metrics.items()}
+    return found
+
+
+def _judge(report: Report, what: str, got: Tensor, want: Tensor, *, tolerance: float, sizes: Mapping[str, int], where: str = "") -> None:
+    what += where
     if got.shape != want.shape:
         report.errors[what] = math.inf
         report.failures.append(f"{what}: shape {tuple(got.shape)}, expected {tuple(want.shape)}")
@@ -200,7 +224,7 @@ def _judge(report: Report, what: str, got: Tensor, want: Tensor, tolerance: floa
     got, want = got.double(), want.double()
     delta, scale = _largest(got - want), _largest(want)
     error = delta / scale if scale else delta
-    report.errors[what] = error
+    report.errors[what] = max(error, report.errors.get(what, 0.0))
     if not delta <= tolerance * scale:
         report.failures.append(f"{what}: max|Δ| {delta:.3e}, max|reference| {scale:.3e}{_factor(got, want, sizes)}")
 
@@ -221,6 +245,7 @@ def _factor(got: Tensor, want: Tensor, sizes: Mapping[str, int]) -> str:
     for axis, n in ((axis, n) for axis, n in sizes.items() if n > 1):
         known.setdefault(float(n), f"summed once too often over {axis}={n}")
         known.setdefault(1 / n, f"a missing reduction over {axis}={n}, or divided by its size")
+        known.setdefault(math.sqrt(n), f"a norm that counts what lies on several ranks of {axis}={n} once for each")
     every = math.prod(sizes.values())
     if every > 1:
         known.setdefault(float(every), f"summed once too often over all {every} ranks")

@@ -81,7 +81,8 @@ def register_node(
         children, meta = flatten(node)
         return children, meta, names
 
-    optree.register_pytree_node(cls, optree_flatten, unflatten, namespace=_NAMESPACE)  # pyright: ignore[reportArgumentType]
+    register: Any = getattr(optree, "register_pytree_node")  # noqa: B009  (its declared type is that of containers only)
+    register(cls, optree_flatten, unflatten, namespace=_NAMESPACE)
     torch_pytree.register_pytree_node(
         cls, lambda node: (list(flatten(node)[0]), flatten(node)[1]), lambda children, meta: unflatten(meta, children)
     )

@@ -38,14 +38,14 @@ class Task(NamedTuple):
 
     micro: int
     direction: Direction
-    index: int
+    node: int  # index in the program
 
 
 class Session(NamedTuple):
     """A stretch of tasks for which one stage's parameters stay gathered: started before task ``start`` runs, waited for before
     ``first`` runs, freed after ``last`` has run."""
 
-    index: int
+    node: int  # index in the program
     start: int
     first: int
     last: int
@@ -71,16 +71,16 @@ def sessions(program: Program, pairs: Sequence[Pair | None], order: Sequence[Tas
     held: dict[tuple[int, int], int] = {}  # (micro, stage) -> its open session, for stages that do not regather
     before: int | None = None  # the last task so far that uses gathered parameters
     for at, task in enumerate(order):
-        stage, pair = program[task.index], pairs[task.index]
+        stage, pair = program[task.node], pairs[task.node]
         if not isinstance(stage, Stage) or pair is None or stage.gather is None or (task.direction == "backward" and not pair.needs_params):
             continue
-        opened = held.get((task.micro, task.index))
-        if opened is None and found and found[-1].index == task.index and order[found[-1].first].micro == task.micro:
+        opened = held.get((task.micro, task.node))
+        if opened is None and found and found[-1].node == task.node and order[found[-1].first].micro == task.micro:
             opened = len(found) - 1
         if opened is None:
-            found.append(Session(task.index, at if before is None else before, at, at))
+            found.append(Session(task.node, at if before is None else before, at, at))
             if not stage.regather:
-                held[task.micro, task.index] = len(found) - 1
+                held[task.micro, task.node] = len(found) - 1
         else:
             found[opened] = found[opened]._replace(last=at)
         before = at
@@ -91,8 +91,8 @@ def sessions(program: Program, pairs: Sequence[Pair | None], order: Sequence[Tas
 class Outcome:
     """What a walk leaves: this rank's gradients by path (empty without backward), and each micro-batch's final values."""
 
-    grads: dict[Path, Tensor] = field(default_factory=dict)
-    values: list[dict[str, Tensor]] = field(default_factory=list)
+    grads: dict[Path, Tensor] = field(default_factory=dict[Path, Tensor])
+    values: list[dict[str, Tensor]] = field(default_factory=list[dict[str, Tensor]])
 
 
 def walk(
@@ -159,7 +159,7 @@ class _Walk:
         self.values: dict[str, Any] = {}  # name -> tensor or _Pending
         self.cotangents: dict[str, list[Any]] = {}
         self.residuals: dict[int, Any] = {}
-        self.blank: dict[int, list[tuple[torch.Size, torch.dtype, torch.device]]] = {}
+        self.blank: dict[int, list[tuple[torch.Size, torch.dtype, torch.device] | None]] = {}
         self.storing: list[tuple[int, Any]] = []
         self.stored: dict[int, Any] = {}
         self.fetching: dict[int, Any] = {}
@@ -176,16 +176,16 @@ class _Walk:
     def run(self) -> Outcome:
         for at, task in enumerate(self.order):
             self.task = task
-            node = self.program[task.index]
+            node = self.program[task.node]
             if isinstance(node, Exchange):
                 self._exchange(node)
             elif task.direction == "forward":
                 self._forward(at, node)
             else:
                 self._backward(at, node)
-            if task.direction == "forward" and task.index == len(self.program) - 1:
+            if task.direction == "forward" and task.node == len(self.program) - 1:
                 self._turn()
-            if task.direction == "backward" and task.index == 0:
+            if task.direction == "backward" and task.node == 0:
                 self.cotangents.clear()
         self._finish_reduce()
         return self.outcome
@@ -213,7 +213,7 @@ class _Walk:
         now = self.task
         while self.next_session < len(self.sessions) and self.sessions[self.next_session].start <= at:
             session = self.sessions[self.next_session]
-            stage, self.task = self.program[session.index], self.order[session.first]
+            stage, self.task = self.program[session.node], self.order[session.first]
             assert isinstance(stage, Stage) and stage.gather is not None
             self.gathering.append((session, self._start("gather", stage.name, stage.gather, self._own(stage))))
             self.next_session += 1
@@ -225,7 +225,7 @@ class _Walk:
             return {}
         if stage.gather is None:
             return self._own(stage)
-        index = self.task.index
+        index = self.task.node
         self._start_gathers(at)
         if index not in self.whole:
             session, handle = self.gathering.popleft()
@@ -234,7 +234,7 @@ class _Walk:
         return self.whole[index]
 
     def _release(self, at: int, stage: Stage) -> None:
-        index = self.task.index
+        index = self.task.node
         if index in self.whole and at >= self.until[index]:
             self._log("free", "gather", stage.name, storage_bytes(self.whole.pop(index)))
 
@@ -261,12 +261,12 @@ class _Walk:
         if self.task.direction == "forward":
             reads = tuple(self._value(name) for name in node.reads)
             pending = _Pending(
-                node.forward, self._start("exchange", node.name, node.forward, reads), node.writes, node.name, self.task.index
+                node.forward, self._start("exchange", node.name, node.forward, reads), node.writes, node.name, self.task.node
             )
             self._forget(node)
             self.values.update(dict.fromkeys(node.writes, pending))
         else:
-            pending = self.early.pop(self.task.index, None) or self._start_back(self.task.index)
+            pending = self.early.pop(self.task.node, None) or self._start_back(self.task.node)
             for name in node.reads:
                 self.cotangents.setdefault(name, []).append(pending)
 
@@ -278,7 +278,7 @@ class _Walk:
         return _Pending(node.backward, self._start("exchange", node.name, node.backward, given), node.reads, node.name)
 
     def _forward(self, at: int, stage: Stage) -> None:
-        pair = self.pairs[self.task.index]
+        pair = self.pairs[self.task.node]
         assert pair is not None
         reads = tuple(self._value(name) for name in stage.reads)
         consts = {name: self.micros[self.task.micro][name] for name in stage.consts}
@@ -295,15 +295,15 @@ class _Walk:
         self._forget(stage)
         self.values.update(zip(stage.writes, writes, strict=True))
         if self.seeds is not None:
-            self.blank[self.task.index] = [(w.shape, w.dtype, w.device) if is_differentiable(w) else None for w in writes]  # pyright: ignore[reportArgumentType]
+            self.blank[self.task.node] = [(w.shape, w.dtype, w.device) if is_differentiable(w) else None for w in writes]
             if stage.store is None:
-                self.residuals[self.task.index] = residual
+                self.residuals[self.task.node] = residual
             else:
-                self.storing.append((self.task.index, self._start("store", stage.name, stage.store, residual)))
+                self.storing.append((self.task.node, self._start("store", stage.name, stage.store, residual)))
 
     def _forget(self, node: Stage | Exchange) -> None:
         """Drop the values that no later stage of the forward reads."""
-        for name in self.last_read[self.task.index]:
+        for name in self.last_read[self.task.node]:
             if name not in self.keep:
                 self.values.pop(name, None)
 
@@ -343,7 +343,7 @@ class _Walk:
             self.fetching[index] = self._start("fetch", stage.name, stage.fetch, self.stored.pop(index))
 
     def _residual(self, stage: Stage) -> Any:
-        index = self.task.index
+        index = self.task.node
         self._start_fetch(index)
         ahead = next((i for i in range(index - 1, -1, -1) if i in self.stored), None)
         if ahead is not None:
@@ -354,7 +354,7 @@ class _Walk:
         return self.residuals.pop(index)
 
     def _backward(self, at: int, stage: Stage) -> None:
-        pair, index = self.pairs[self.task.index], self.task.index
+        pair, index = self.pairs[self.task.node], self.task.node
         assert pair is not None
         dwrites: list[Tensor | None] = []
         for name, blank in zip(stage.writes, self.blank.pop(index), strict=True):

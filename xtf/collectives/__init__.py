@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor
 
 from xtf.collectives import differentiable
 from xtf.collectives.differentiable import per_rank
@@ -310,7 +311,7 @@ class Axis(ABC):
 
 def _plain(x: Tensor, method: str) -> Tensor:
     """``x`` without its history. A tensor that ``torch.func`` has wrapped has no meaning on another rank."""
-    if torch._C._functorch.is_functorch_wrapped_tensor(x):  # pyright: ignore[reportPrivateUsage]
+    if is_functorch_wrapped_tensor(x):
         raise ValueError(
             f"{method} carries no gradient and cannot take a tensor that a torch.func transform traces: use the differentiable form"
         )

@@ -54,7 +54,7 @@ class _Sizes(torch.autograd.Function):
     @staticmethod
     def forward(x: Tensor, axis: Axis, dim: int, label: str) -> tuple[int, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         own = torch.tensor([x.shape[dim]], device=x.device)
-        return tuple(axis.start_all_gather(own, [1] * axis.size, label=label).wait().tolist())
+        return tuple(int(size) for size in axis.start_all_gather(own, [1] * axis.size, label=label).wait())
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -192,9 +192,8 @@ class _Permute:
 
 def all_gather(axis: Axis, x: Tensor, dim: int, sizes: Sequence[int] | None, label: str) -> Tensor:
     dim = _dim("all_gather", x, dim)
-    if sizes is None:
-        sizes = _Sizes.apply(x, axis, dim, label)  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
-    sizes = per_rank(axis, sizes, "all_gather: sizes")
+    exchanged: Any = _Sizes.apply(x, axis, dim, label) if sizes is None else sizes  # pyright: ignore[reportUnknownMemberType]
+    sizes = per_rank(axis, exchanged, "all_gather: sizes")
     if x.shape[dim] != sizes[axis.index]:
         raise ValueError(f"all_gather: dim {dim} of this rank's block has size {x.shape[dim]}, expected sizes[{axis.index}] of {sizes}")
     return _apply(x, _AllGather(axis, dim, sizes, label))

@@ -20,9 +20,14 @@ from xtf.collectives import Axis, Call
 if TYPE_CHECKING:
     from xtf.mesh import Mesh
 
-# The names of torch before 2.14 warn in 2.14.
-_all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+def _since_2_14(new: str, old: str) -> Callable[..., Any]:
+    """A function of torch.distributed by its new name where there is one: the old warns there."""
+    return getattr(dist, new if hasattr(dist, new) else old)
+
+
+_all_gather_single = _since_2_14("all_gather_single", "all_gather_into_tensor")
+_reduce_scatter_single = _since_2_14("reduce_scatter_single", "reduce_scatter_tensor")
 
 
 def backend() -> tuple[str, torch.device]:
@@ -130,7 +135,7 @@ class ProcessGroupAxis(Axis):
         if self._gloo:
             return self._all_to_all(x.repeat(self.size), [x.numel()] * self.size, sizes)
         out = call.output(self.index)
-        pieces = out.split(list(sizes))
+        pieces = out.split_with_sizes(list(sizes))
         return _then(dist.all_gather([pieces[p] for p in self._places], x, self._group, async_op=True), out, x)
 
     def _reduce_scatter(self, x: Tensor, call: Call) -> Callable[[], Tensor]:
@@ -149,7 +154,7 @@ class ProcessGroupAxis(Axis):
         out = call.output(self.index)
         if self._ordered and len(set(sizes)) == 1:
             return _then(_reduce_scatter_single(out, x, group=self._group, async_op=True), out, x)
-        pieces = x.split(list(sizes))
+        pieces = x.split_with_sizes(list(sizes))
         return _then(dist.reduce_scatter(out, [pieces[p] for p in self._places], group=self._group, async_op=True), out, x)
 
     def _permute(self, x: Tensor, shift: int) -> Callable[[], Tensor]:
@@ -164,13 +169,13 @@ class ProcessGroupAxis(Axis):
         out = x.new_empty(sum(receive), *x.shape[1:])
         if self._ordered:
             return _then(dist.all_to_all_single(out, x, list(receive), list(send), self._group, async_op=True), out, x)
-        blocks = x.split(list(send))
+        blocks = x.split_with_sizes(list(send))
         x = torch.cat([blocks[p] for p in self._places])
         receive_slots, send_slots = [receive[p] for p in self._places], [send[p] for p in self._places]
         finish = _then(dist.all_to_all_single(out, x, receive_slots, send_slots, self._group, async_op=True), out, x)
 
         def in_axis_order() -> Tensor:
-            blocks = finish().split(receive_slots)
+            blocks = finish().split_with_sizes(receive_slots)
             return torch.cat([blocks[s] for s in self._slots])
 
         return in_axis_order

@@ -47,7 +47,7 @@ class _Meeting:
         self.members = axis.members
         self.calls: dict[int, Call] = {}
         self.outputs: dict[int, Tensor] = {}
-        self.events: list[torch.cuda.Event] = []
+        self.events: list[Any] = []
         self.done = False
 
     def missing(self) -> list[int]:
@@ -260,7 +260,7 @@ def _compute(calls: list[Call], outputs: list[Tensor]) -> None:
             for output in outputs:
                 torch.cat(xs, out=output)
         case "reduce_scatter":
-            pieces = [x.split(list(first.sizes)) for x in xs]
+            pieces = [x.split_with_sizes(list(first.sizes)) for x in xs]
             for i, output in enumerate(outputs):
                 _reduce(output, [piece[i] for piece in pieces], "sum")
         case "all_reduce":
@@ -268,7 +268,7 @@ def _compute(calls: list[Call], outputs: list[Tensor]) -> None:
             for output in outputs[1:]:
                 output.copy_(outputs[0])
         case "all_to_all":
-            pieces = [call.x.split(list(call.send)) for call in calls]
+            pieces = [call.x.split_with_sizes(list(call.send)) for call in calls]
             for i, output in enumerate(outputs):
                 torch.cat([piece[i] for piece in pieces], out=output)
         case "exchange_counts":
@@ -294,12 +294,12 @@ def _reduce(output: Tensor, xs: list[Tensor], reduction: str) -> None:
             torch.maximum(output, x, out=output)
 
 
-def _record(x: Tensor) -> list[torch.cuda.Event]:
+def _record(x: Tensor) -> list[Any]:
     """Marks what this rank's stream holds now; nothing on the CPU."""
     return [torch.cuda.current_stream(x.device).record_event()] if x.is_cuda else []
 
 
-def _on_stream(events: list[torch.cuda.Event]) -> None:
+def _on_stream(events: list[Any]) -> None:
     """Makes this rank's stream wait for the events."""
     for event in events:
         torch.cuda.current_stream().wait_event(event)

@@ -9,9 +9,13 @@ length. That kernel knows neither windows nor value heads of another size than t
 tokens against the keys they see. No buffer grows with the square of a document's length.
 """
 
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# (torch's decorators of custom ops carry no types)
+
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -19,7 +23,8 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from xtf.ops import Ops
-from xtf.ops.reference import check_attention, check_grouped_mm
+from xtf.ops.cpu_grouped_mm import grouped_mm
+from xtf.ops.reference import check_attention
 
 _BLOCK = 128  # queries at a time where the flash kernel does not serve
 
@@ -37,21 +42,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, *, scale: flo
     return _Attention.apply(q, k, v, cu_seqlens, scale, window)[0]
 
 
-def grouped_mm(x: Tensor, w: Tensor, offsets: Tensor) -> Tensor:
-    """The rows of each group times that group's matrix, one product per group, see `xtf.ops.GroupedMM`.
-
-    Raises:
-        ValueError: for shapes that do not fit each other.
-    """
-    check_grouped_mm(x, w, offsets)
-    return _GroupedMM.apply(x, w, offsets)
-
-
 CPU = Ops("cpu", attention, grouped_mm)
 """The ops for CPUs."""
-
-
-# Attention
 
 
 class _Attention(torch.autograd.Function):
@@ -67,8 +59,8 @@ class _Attention(torch.autograd.Function):
         ctx.save_for_backward(q, k, v, out, logsumexp, cu_seqlens)
 
     @staticmethod
-    def backward(ctx: Any, dout: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        return *_AttentionBackward.apply(dout, *ctx.saved_tensors, ctx.scale, ctx.window), None, None, None
+    def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor | None, ...]:
+        return *_AttentionBackward.apply(grad_outputs[0], *ctx.saved_tensors, ctx.scale, ctx.window), None, None, None
 
 
 class _AttentionBackward(torch.autograd.Function):
@@ -94,7 +86,7 @@ class _AttentionBackward(torch.autograd.Function):
         pass
 
     @staticmethod
-    def backward(ctx: Any, *_: Tensor) -> Any:
+    def backward(ctx: Any, *grad_outputs: Any) -> Any:
         raise NotImplementedError("the CPU attention has no second derivative: build the model with xtf.ops.reference.REFERENCE")
 
 
@@ -142,18 +134,21 @@ def _attention_backward(
             keys, values = (_heads(_repeat(t[rows], group), count) for t in (k, v))
             queries, douts, outs = (_heads(t[rows], count) for t in (q, dout, out))
             lse = logsumexp[rows].view(count, length, -1).transpose(1, 2)
-            for grad, whole in zip(_flash_backward(douts, queries, keys, values, outs, lse, 0.0, True, scale=scale), (dq, dk, dv), strict=True):
+            grads = _flash_backward(douts, queries, keys, values, outs, lse, 0.0, True, scale=scale)
+            for grad, whole in zip(grads, (dq, dk, dv), strict=True):
                 grad = grad.transpose(1, 2).flatten(0, 1)
-                whole[rows] = grad if whole is dq or group == 1 else grad.unflatten(1, (kv_heads, group)).sum(2)
+                whole[rows] = grad if whole is dq or group == 1 else grad.view(-1, kv_heads, group, grad.shape[2]).sum(2)
             continue
         for start in range(begin, begin + count * length, length):
             # a key is seen from several blocks: sum in the dtype of the softmax
             document = slice(start, start + length)
             dk_sum, dv_sum = (torch.zeros(t[document].shape, dtype=logsumexp.dtype, device=t.device) for t in (k, v))
             for queries, seen, hidden in _blocks(start, length, window, q.device):
-                lse = logsumexp[queries].T.unflatten(0, (kv_heads, group))
-                weights = _scores(q[queries], k[seen], scale).sub_(lse.unsqueeze(-1)).exp_().masked_fill_(hidden, 0)
-                grad, value, o, keys, query = (_split(t, kv_heads, weights.dtype) for t in (dout[queries], v[seen], out[queries], k[seen], q[queries]))
+                lse = logsumexp[queries].T.reshape(kv_heads, group, -1, 1)
+                weights = _scores(q[queries], k[seen], scale).sub_(lse).exp_().masked_fill_(hidden, 0)
+                grad, value, o, keys, query = (
+                    _split(t, kv_heads, weights.dtype) for t in (dout[queries], v[seen], out[queries], k[seen], q[queries])
+                )
                 dscores = torch.einsum("qkgd,skd->kgqs", grad, value.squeeze(2)).sub_((grad * o).sum(-1).permute(1, 2, 0).unsqueeze(-1))
                 dscores.mul_(weights).mul_(scale)
                 dq[queries] = torch.einsum("kgqs,skd->qkgd", dscores, keys.squeeze(2)).flatten(1, 2)
@@ -198,7 +193,7 @@ def _runs(cu_seqlens: Tensor) -> Iterator[tuple[int, int, int]]:
     """(first row, number of documents, their length) of each run of neighbouring documents of equal length; no empty ones."""
     bounds: list[int] = cu_seqlens.tolist()
     begin, count, length = 0, 0, 0
-    for start, end in zip(bounds[:-1], bounds[1:], strict=True):
+    for start, end in pairwise(bounds):
         if end == start:
             continue
         if count and end - start == length:
@@ -224,7 +219,7 @@ def _blocks(start: int, length: int, window: int | None, device: torch.device) -
 def _heads(t: Tensor, count: int) -> Tensor:
     """(count × length, heads, size) as (count, heads, length, size), without a copy where the last dim is dense."""
     t = t if t.stride(2) == 1 else t.contiguous()
-    return t.unflatten(0, (count, -1)).transpose(1, 2)
+    return t.view(count, -1, t.shape[1], t.shape[2]).transpose(1, 2)
 
 
 def _repeat(t: Tensor, group: int) -> Tensor:
@@ -234,96 +229,13 @@ def _repeat(t: Tensor, group: int) -> Tensor:
 
 def _split(t: Tensor, kv_heads: int, dtype: torch.dtype) -> Tensor:
     """(rows, heads, size) as (rows, key heads, heads per key head, size)."""
-    return t.to(dtype).unflatten(1, (kv_heads, -1))
+    return t.to(dtype).view(t.shape[0], kv_heads, -1, t.shape[2])
 
 
 def _scores(q: Tensor, k: Tensor, scale: float) -> Tensor:
     """(key heads, heads per key head, queries, keys), at least float32."""
     dtype = torch.promote_types(q.dtype, torch.float32)
     return torch.einsum("qkgd,skd->kgqs", _split(q, k.shape[1], dtype), k.to(dtype)).mul_(scale)
-
-
-# Grouped products
-
-
-class _GroupedMM(torch.autograd.Function):
-    @staticmethod
-    def forward(x: Tensor, w: Tensor, offsets: Tensor) -> Tensor:
-        return torch.ops.xtf.grouped_mm_cpu(x, w, offsets)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
-        ctx.save_for_backward(*inputs)
-
-    @staticmethod
-    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        x, w, offsets = ctx.saved_tensors
-        return *_GroupedMMBackward.apply(dout, x, w, offsets), None
-
-
-class _GroupedMMBackward(torch.autograd.Function):
-    """As `_AttentionBackward`."""
-
-    @staticmethod
-    def forward(dout: Tensor, x: Tensor, w: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
-        return torch.ops.xtf.grouped_mm_cpu_dx(dout, w, offsets), torch.ops.xtf.grouped_mm_cpu_dw(dout, x, offsets)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        pass
-
-    @staticmethod
-    def backward(ctx: Any, *_: Tensor) -> Any:
-        raise NotImplementedError("the CPU grouped product has no second derivative: build the model with xtf.ops.reference.REFERENCE")
-
-
-@torch.library.custom_op("xtf::grouped_mm_cpu", mutates_args=())
-def _grouped_mm(x: Tensor, w: Tensor, offsets: Tensor) -> Tensor:
-    out = x.new_empty(x.shape[0], w.shape[1])
-    for group, begin, end in _groups(offsets):
-        torch.mm(x[begin:end], w[group].T, out=out[begin:end])
-    return out
-
-
-@torch.library.custom_op("xtf::grouped_mm_cpu_dx", mutates_args=())
-def _grouped_mm_dx(dout: Tensor, w: Tensor, offsets: Tensor) -> Tensor:
-    dout = dout.contiguous()
-    dx = dout.new_empty(dout.shape[0], w.shape[2])
-    for group, begin, end in _groups(offsets):
-        torch.mm(dout[begin:end], w[group], out=dx[begin:end])
-    return dx
-
-
-@torch.library.custom_op("xtf::grouped_mm_cpu_dw", mutates_args=())
-def _grouped_mm_dw(dout: Tensor, x: Tensor, offsets: Tensor) -> Tensor:
-    dout = dout.contiguous()
-    dw = x.new_empty(offsets.shape[0], dout.shape[1], x.shape[1])
-    for group, begin, end in _groups(offsets):  # a group without rows gets the zeros of an empty product
-        torch.mm(dout[begin:end].T, x[begin:end], out=dw[group])
-    return dw
-
-
-@_grouped_mm.register_fake
-def _(x: Tensor, w: Tensor, offsets: Tensor) -> Tensor:
-    return x.new_empty(x.shape[0], w.shape[1])
-
-
-@_grouped_mm_dx.register_fake
-def _(dout: Tensor, w: Tensor, offsets: Tensor) -> Tensor:
-    return dout.new_empty(dout.shape[0], w.shape[2])
-
-
-@_grouped_mm_dw.register_fake
-def _(dout: Tensor, x: Tensor, offsets: Tensor) -> Tensor:
-    return x.new_empty(offsets.shape[0], dout.shape[1], x.shape[1])
-
-
-def _groups(offsets: Tensor) -> Iterator[tuple[int, int, int]]:
-    """(group, first row, end row) of each group."""
-    begin = 0
-    for group, end in enumerate(offsets.tolist()):
-        yield group, begin, end
-        begin = end
 
 
 # What the kernels compute, for torch's FLOP counter. Counters see shapes only, so documents are taken to be of equal length.
@@ -356,13 +268,3 @@ def _(
     **__: Any,
 ) -> int:
     return int(2 * q[1] * (3 * q[2] + 2 * v[2]) * _pairs(q[0], cu[0] - 1, window))
-
-
-@register_flop_formula([torch.ops.xtf.grouped_mm_cpu, torch.ops.xtf.grouped_mm_cpu_dx])
-def _(x: torch.Size, w: torch.Size, *_: Any, **__: Any) -> int:
-    return 2 * x[0] * w[1] * w[2]
-
-
-@register_flop_formula(torch.ops.xtf.grouped_mm_cpu_dw)
-def _(dout: torch.Size, x: torch.Size, *_: Any, **__: Any) -> int:
-    return 2 * dout[0] * dout[1] * x[1]

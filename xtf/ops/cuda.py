@@ -1,7 +1,7 @@
-"""Ops for NVIDIA GPUs. **Never run on hardware**: written against torch's documented kernels, checked for types only.
+"""Ops for NVIDIA GPUs. **Never run on hardware**: tests call them on fake tensors and, for grouped products, on a CPU.
 
 Attention calls the forward and backward ops behind ``torch.nn.attention.varlen`` (FlashAttention), grouped products call
-``torch._grouped_mm``; both in 16-bit dtypes only. Other dtypes take the reference, which synchronises with the host.
+``torch.nn.functional.grouped_mm``; both in 16-bit dtypes only. Other dtypes take the reference, which synchronises with the host.
 """
 
 from __future__ import annotations
@@ -9,25 +9,23 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from xtf.ops import Ops, reference
 
 try:
-    import torch.nn.attention.varlen as _varlen  # registers torch.ops.torch_attn
-except ImportError as error:  # pragma: no cover - only on builds of torch without it
-    raise ImportError(f"xtf.ops.cuda needs torch.nn.attention.varlen, which torch {torch.__version__} lacks; use the reference ops") from error
+    import torch.nn.attention.varlen as varlen  # registers torch.ops.torch_attn
+except ImportError as error:
+    raise ImportError(f"xtf.ops.cuda needs torch.nn.attention.varlen, which torch {torch.__version__} lacks: update torch") from error
 
-__all__ = ["CUDA", "attention", "grouped_mm"]
-
-_ = _varlen
-_HALF = (torch.bfloat16, torch.float16)
+assert varlen  # imported for what it registers
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, *, scale: float, window: int | None = None) -> Tensor:
     """Causal attention inside each document, see `xtf.ops.Attention`. Never run on hardware."""
     reference.check_attention(q, k, v, window)
-    if q.dtype not in _HALF or q.shape[2] != v.shape[2]:
+    if q.dtype not in (torch.bfloat16, torch.float16) or q.shape[2] != v.shape[2]:
         return reference.attention(q, k, v, cu_seqlens, scale=scale, window=window)
     return _Attention.apply(q, k, v, cu_seqlens, scale, window)[0]
 
@@ -59,13 +57,38 @@ class _Attention(torch.autograd.Function):
         ctx.save_for_backward(q, k, v, out, logsumexp, cu, random_state)
 
     @staticmethod
-    def backward(ctx: Any, dout: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-        q, k, v, out, logsumexp, cu, random_state = ctx.saved_tensors
-        total = q.shape[0]
-        grads = torch.ops.torch_attn._varlen_attn_backward(
-            dout.contiguous(), q, k, v, out, logsumexp, cu, cu, total, total, True, random_state, ctx.scale, _window(ctx.window)
+    def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor | None, ...]:
+        return *_AttentionBackward.apply(grad_outputs[0].contiguous(), *ctx.saved_tensors, ctx.scale, ctx.window), None, None, None
+
+
+class _AttentionBackward(torch.autograd.Function):
+    """The backward as a function of its own, as in `xtf.ops.cpu`."""
+
+    @staticmethod
+    def forward(
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        logsumexp: Tensor,
+        cu: Tensor,
+        random_state: Tensor,
+        scale: float,
+        window: int | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        total, bounds = q.shape[0], _window(window)
+        return torch.ops.torch_attn._varlen_attn_backward(
+            dout, q, k, v, out, logsumexp, cu, cu, total, total, True, random_state, scale, bounds
         )
-        return *grads, None, None, None
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any) -> Any:
+        raise NotImplementedError("the CUDA attention has no second derivative: build the model with xtf.ops.reference.REFERENCE")
 
 
 def _window(window: int | None) -> list[int]:
@@ -76,14 +99,14 @@ def _window(window: int | None) -> list[int]:
 class _GroupedMM(torch.autograd.Function):
     @staticmethod
     def forward(x: Tensor, w: Tensor, offsets: Tensor) -> Tensor:
-        return torch._grouped_mm(x, w.transpose(1, 2), offs=offsets)
+        return F.grouped_mm(x, w.transpose(1, 2), offs=offsets)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
         ctx.save_for_backward(*inputs)
 
     @staticmethod
-    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor | None, ...]:
         x, w, offsets = ctx.saved_tensors
-        dout = dout.contiguous()
-        return torch._grouped_mm(dout, w, offs=offsets), torch._grouped_mm(dout.T, x, offs=offsets), None
+        dout = grad_outputs[0].contiguous()
+        return F.grouped_mm(dout, w, offs=offsets), F.grouped_mm(dout.T, x, offs=offsets), None

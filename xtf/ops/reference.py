@@ -6,6 +6,8 @@ derivatives. The lengths are read on the host, so these do not compile with ``fu
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -27,11 +29,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, *, scale: flo
     """
     check_attention(q, k, v, window)
     bounds = _host(cu_seqlens)
-    parts = [
-        _document(q[begin:end], k[begin:end], v[begin:end], scale, window)
-        for begin, end in zip(bounds[:-1], bounds[1:], strict=True)
-        if end > begin
-    ]
+    parts = [_document(q[begin:end], k[begin:end], v[begin:end], scale, window) for begin, end in pairwise(bounds) if end > begin]
     return torch.cat(parts) if parts else q.new_zeros(q.shape[0], q.shape[1], v.shape[2])
 
 

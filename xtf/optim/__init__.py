@@ -20,7 +20,7 @@ from xtf.optim.blocks import (
 from xtf.optim.core import Optimizer, apply_updates, chain, partition
 from xtf.optim.leaves import Mask, no_decay_1d
 from xtf.optim.muon import MuonState, hidden_matrix, muon, muon_adamw, orthogonalize
-from xtf.optim.placement import UNPLACED, Placement, Unplaced
+from xtf.optim.placement import UNPLACED, Placement, Unplaced, vector_norm
 from xtf.optim.schedules import Schedule, constant, warmup_constant, warmup_cosine, warmup_linear
 from xtf.optim.sgd import SgdState, sgd
 
@@ -54,6 +54,7 @@ __all__ = [
     "scale_by_learning_rate",
     "scale_by_schedule",
     "sgd",
+    "vector_norm",
     "warmup_constant",
     "warmup_cosine",
     "warmup_linear",

@@ -11,6 +11,9 @@ from torch import Tensor
 from xtf import tree
 from xtf.tree import Path, Tree
 
+_ROW = 1 << 10  # elements summed one after another
+_BLOCK = 1 << 20  # elements converted to a wider dtype at once; whole rows
+
 
 class Placement(Protocol):
     """Where the leaves of a step's trees live: given by the engine, `UNPLACED` on a single rank."""
@@ -64,6 +67,20 @@ UNPLACED = Unplaced()
 
 
 def vector_norm(x: Tensor) -> Tensor:
-    """L2 norm of all elements, in at least float32. Shape ()."""
+    """L2 norm of the elements of one tensor, in at least float32. Shape ().
+
+    For placements to build their own `Placement.norm` of. torch's sums one element after another on the CPU: in float32 it is off
+    by 0.4% at 50 million elements. Here rows of 1,024 are summed, and then their norms, in float64.
+    """
     dtype = torch.promote_types(x.dtype, torch.float32)
-    return torch.linalg.vector_norm(x, dtype=dtype)  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+    if x.device.type != "cpu" or x.numel() <= _ROW:
+        return _norm(x.to(dtype))
+    flat = x.contiguous().view(-1)  # strided elements are summed less exactly
+    rows = flat.numel() // _ROW * _ROW
+    blocks = (flat[begin : min(begin + _BLOCK, rows)] for begin in range(0, rows, _BLOCK))
+    parts = [_norm(block.to(dtype).view(-1, _ROW), dim=1) for block in blocks]
+    return _norm(torch.cat([*parts, _norm(flat[rows:].to(dtype)).view(1)]).double()).to(dtype)
+
+
+def _norm(x: Tensor, dim: int | None = None) -> Tensor:
+    return torch.linalg.vector_norm(x, dim=dim)  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]

@@ -60,6 +60,11 @@ class Progress:
         return self._console
 
     @property
+    def step(self) -> int:
+        """How many steps are done."""
+        return self._step
+
+    @property
     def tokens_per_second(self) -> float | None:
         """As shown: an exponential average over about 20 steps; ``None`` until two steps were made."""
         return self._rate

@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import platform
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -28,6 +29,7 @@ from xtf.run.metrics import MetricsWriter
 from xtf.run.plot import plot_loss
 from xtf.run.progress import Progress
 from xtf.run.sampling import generate
+from xtf.state import State
 from xtf.step import TrainStep
 from xtf.transforms import chunk_loss
 from xtf.tree import Tree
@@ -90,7 +92,7 @@ def run(options: TrainOptions, *, console: Console | None = None) -> Path:
 
     Raises:
         ValueError: for options that are not possible, before anything is written.
-        Interrupted: if Ctrl-C ended it; the steps that were done are saved.
+        Interrupted: if Ctrl-C ended it. The steps that were done are saved, unless it was pressed again while that was done.
     """
     options.check()
     tokens = Tokens.demo()
@@ -103,43 +105,56 @@ def run(options: TrainOptions, *, console: Console | None = None) -> Path:
     folder = new_folder(options.out)
     _write_json(folder / "config.json", _description(model, options, tokens))
     entropy = unigram_entropy(tokens.held_out, tokens.train, tokens.vocab)
-    state = step.init(options.seed)
-    done, loss = 0, float("nan")
-    due = {round(options.steps * (i + 1) / options.evaluations) for i in range(options.evaluations)}
-    with MetricsWriter(folder, tensorboard=options.tensorboard) as writer, Progress(options.steps) as progress:
-        total, active = model.param_count()
-        progress.message(
-            f"{options.preset}: {total / 1e6:.1f} M parameters, {active / 1e6:.1f} M active per token; "
-            f"{len(tokens.train):,} tokens of text; the first step compiles"
-        )
-        with deferred_interrupt(lambda: progress.message("stopping after this step; Ctrl-C again stops at once")) as interrupt:
-            while done < options.steps and not interrupt.asked:
-                batch = batch_at(done)
-                if done:
-                    with interrupt.held():
-                        state, metrics = step(state, batch)
-                else:  # nothing to save yet, and the first step may compile for a while
-                    state, metrics = step(state, batch)
-                done += 1
-                extra: dict[str, float] = {}
-                if done in due or interrupt.asked:
-                    progress.pause()
-                    extra["held_out_loss"] = loss = evaluate(step, state.params, held_out)
-                    progress.resume()
-                rate = {} if progress.tokens_per_second is None else {"tokens_per_second": round(progress.tokens_per_second, 1)}
-                row = writer.write(done, {**metrics, **extra, **rate})
-                shown = row["cross_entropy"]
-                progress.update(done, loss=shown if isinstance(shown, float) else None, tokens=batch["input_ids"].numel())
-    params = step.full(state.params)
-    xtf.save_params(model, params, folder / "checkpoint", tokenizer_from=TOKENIZER_FILE.parent)
-    plot_loss(folder, entropy=entropy, title=f'{options.preset} on "Pride and Prejudice"')
-    if done < options.steps:
-        raise Interrupted(folder, done, options.steps)
-    text = generate(model, params, demo_tokenizer(), options.prompt, tokens=options.sample, seed=options.seed, window=options.seq)
+    progress = Progress(options.steps)
+    total, active = model.param_count()
+    progress.message(
+        f"{options.preset}: {total / 1e6:.1f} M parameters, {active / 1e6:.1f} M active per token; "
+        f"{len(tokens.train):,} tokens of text; the first step compiles"
+    )
+    try:
+        with MetricsWriter(folder, tensorboard=options.tensorboard) as writer:
+            state, done, loss = _loop(step, options, progress, writer, batch_at, held_out)
+        params = step.full(state.params)
+        xtf.save_params(model, params, folder / "checkpoint", tokenizer_from=TOKENIZER_FILE.parent)
+        plot_loss(folder, entropy=entropy, title=f'{options.preset} on "Pride and Prejudice"')
+        if done < options.steps:
+            raise KeyboardInterrupt
+        text = generate(model, params, demo_tokenizer(), options.prompt, tokens=options.sample, seed=options.seed, window=options.seq)
+    except KeyboardInterrupt as error:
+        raise Interrupted(folder, progress.step, options.steps) from error
     with write_atomically(folder / "sample.txt") as file:
         file.write(f"{options.prompt}{text}\n".encode())
     _summarize(console or Console(), folder, loss, entropy, options.prompt, text)
     return folder
+
+
+def _loop(
+    step: TrainStep,
+    options: TrainOptions,
+    progress: Progress,
+    writer: MetricsWriter,
+    batch_at: Callable[[int], dict[str, Tensor]],
+    held_out: Sequence[Mapping[str, Tensor]],
+) -> tuple[State, int, float]:
+    """Train until the last step, or until Ctrl-C. Returns the state, how many steps were done, and the last held-out loss."""
+    state, done, loss = step.init(options.seed), 0, float("nan")
+    due = {round(options.steps * (i + 1) / options.evaluations) for i in range(options.evaluations)}
+    say = "stopping after this step; Ctrl-C again stops at once"
+    with progress, deferred_interrupt(lambda: progress.message(say)) as interrupt:
+        while done < options.steps and not interrupt.asked:
+            # in the first step, which compiles for a while, there is nothing to save yet, and nothing waits
+            with interrupt.held() if done else nullcontext():
+                batch = batch_at(done)
+                state, metrics = step(state, batch)
+                done += 1
+                progress.update(done, loss=float(metrics["cross_entropy"]), tokens=batch["input_ids"].numel())
+                extra = {} if progress.tokens_per_second is None else {"tokens_per_second": progress.tokens_per_second}
+                if done in due or interrupt.asked:
+                    progress.pause()
+                    extra["held_out_loss"] = loss = evaluate(step, state.params, held_out)
+                    progress.resume()
+                writer.write(done, metrics | extra)
+    return state, done, loss
 
 
 def evaluate(step: TrainStep, params: Tree, held_out: Iterable[Mapping[str, Tensor]]) -> float:
@@ -178,7 +193,7 @@ def _step(model: Model, options: TrainOptions) -> TrainStep:
     rate = xtf.optim.warmup_cosine(options.lr, warmup, options.steps, final=options.lr / 10)
     decay = xtf.optim.adamw(rate, betas=(0.9, 0.95), weight_decay=0.1, mask=xtf.optim.no_decay_1d)
     optimizer = xtf.optim.chain(xtf.optim.clip_by_global_norm(1.0), decay)
-    return xtf.compile(xtf.compose(chunk_loss())(xtf.train_step(model, optimizer)), backend=options.backend)
+    return xtf.compile(xtf.compose(chunk_loss())(xtf.train_step(model, optimizer)), backend=options.backend, donate=True)
 
 
 def _description(model: Model, options: TrainOptions, tokens: Tokens) -> dict[str, Any]:

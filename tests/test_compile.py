@@ -1,0 +1,171 @@
+"""Compile: each distinct stage once, no breaks, no second compilation, and the results of eager."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+import xtf
+from xtf import testing
+from xtf import compile as compile_step
+from xtf.compile import _CACHE, lowering  # pyright: ignore[reportPrivateUsage]
+from xtf.mesh import Mesh
+from xtf.transforms import chunk_loss, shard
+
+CONFIG = {
+    "model_type": "qwen3_moe",
+    "vocab_size": 61,
+    "hidden_size": 16,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+    "intermediate_size": 24,
+    "max_position_embeddings": 64,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 8,
+    "norm_topk_prob": True,
+}
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Iterator[None]:
+    """Nothing compiled before, nothing counted before."""
+    torch.compiler.reset()
+    _CACHE.clear()
+    counters.clear()
+    yield
+    torch.compiler.reset()
+    _CACHE.clear()
+
+
+def model(layers: int, **fields: Any) -> xtf.Model:
+    return xtf.models.from_hf(CONFIG | {"num_hidden_layers": layers} | fields, dtype=torch.float64)
+
+
+def graphs() -> int:
+    assert not counters["graph_break"]
+    return counters["stats"]["unique_graphs"]
+
+
+def run(step: xtf.TrainStep, steps: int, **batch: int) -> list[float]:
+    state, losses = step.init(0), []
+    for i in range(steps):
+        state, metrics = step(state, testing.random_batch(step.model.vocab, seed=i, **batch))
+        losses.append(float(metrics["loss"]))
+    return losses
+
+
+def compiled(layers: int, backend: Any = "aot_eager") -> xtf.TrainStep:
+    step = chunk_loss()(xtf.train_step(model(layers), xtf.optim.adamw(lr=1e-2)))
+    return compile_step(step, backend=backend)
+
+
+def test_each_kind_of_stage_is_compiled_once_however_many_layers() -> None:
+    counts: list[int] = []
+    for layers in (1, 3):
+        fresh_run(lambda: counts.append(graphs_of(layers)))  # noqa: B023
+    assert counts[0] == counts[1] == 10  # embed, attention, router, experts, norm: forward and backward
+
+
+def fresh_run(fn: Callable[[], None]) -> None:
+    torch.compiler.reset()
+    _CACHE.clear()
+    counters.clear()
+    fn()
+
+
+def graphs_of(layers: int) -> int:
+    run(compiled(layers), 1)
+    return graphs()
+
+
+def test_nothing_is_compiled_on_the_second_step_although_the_documents_differ() -> None:
+    step = compiled(2)
+    batches = [testing.random_batch(61, seed=i) for i in range(4)]
+    assert len({step.model.pack(b)["cu_seqlens"].shape for b in batches}) > 1
+    state, _ = step(step.init(0), batches[0])
+    after_one = graphs()
+    for batch in batches[1:]:
+        state, _ = step(state, batch)
+    assert graphs() == after_one
+
+
+def test_ranks_that_race_compile_once() -> None:
+    alone = graphs_of(1)
+    torch.compiler.reset()
+    _CACHE.clear()
+    counters.clear()
+
+    def rank(mesh: Mesh) -> float:
+        step = xtf.compose(shard(mesh["data"]), chunk_loss())(xtf.train_step(model(1), xtf.optim.adamw(lr=1e-2)))
+        step = compile_step(step, backend="aot_eager")
+        loss, _ = step.value_and_grad(step.init(0).params, xtf.split_batch(testing.random_batch(61, rows=4), mesh))
+        return float(loss)
+
+    losses = xtf.simulate(rank, data=4)
+    assert len(set(losses)) == 1
+    assert graphs() == alone
+
+
+def test_one_thread_compiles_while_others_wait() -> None:
+    lower = lowering("aot_eager")
+    results: list[torch.Tensor] = []
+    barrier = threading.Barrier(4)
+
+    def work() -> None:
+        fn = lower(lambda x: (x * 2).sin(), "a key")
+        barrier.wait()
+        results.append(fn(torch.ones(3)))
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(results) == 4 and graphs() == 1
+
+
+def test_compiled_laws_hold() -> None:
+    testing.check(lambda step: compile_step(step, backend="aot_eager"), model=model(2, mlp_only_layers=[1]))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("family", ["llama", "qwen3", "qwen3_moe"])
+def test_generated_code_holds_the_laws(family: str) -> None:
+    both = lambda mesh: lambda step: compile_step(xtf.compose(shard(mesh["data"]), chunk_loss(tokens=7))(step))  # noqa: E731
+    testing.check(both, model=testing.small_models()[family], data=2)
+
+
+def test_generated_code_gives_the_losses_of_eager() -> None:
+    losses = run(compiled(1, "inductor"), 3)
+    assert losses == pytest.approx(run(compiled(1, "eager"), 3), rel=1e-12)
+
+
+def test_donated_state_is_reused_and_reading_it_raises() -> None:
+    plain = xtf.train_step(model(1), xtf.optim.adamw(lr=1e-2))
+    step = compile_step(plain, backend="eager", donate=True)
+    state, batch = step.init(0), testing.random_batch(61)
+    places = [leaf.data_ptr() for leaf in xtf.tree.leaves(state.params)]
+    new, _ = step(state, batch)
+    assert [leaf.data_ptr() for leaf in xtf.tree.leaves(new.params)] == places
+    with pytest.raises(RuntimeError, match="donated"):
+        _ = state.params
+    expected, _ = plain(plain.init(0), batch)
+    for got, want in zip(xtf.tree.leaves(new.params), xtf.tree.leaves(expected.params), strict=True):
+        assert torch.equal(got, want)
+
+
+def test_bad_arguments() -> None:
+    step = xtf.train_step(model(1), xtf.optim.adamw(lr=1e-2))
+    with pytest.raises(ValueError, match="'cuda_graphs'.*'inductor', 'aot_eager', 'eager'"):
+        compile_step(step, backend="cuda_graphs")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match="unit='step'"):
+        compile_step(step, unit="step")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match="already compiled for 'aot_eager'"):
+        compile_step(compile_step(step, backend="aot_eager"))
