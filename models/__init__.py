@@ -1,9 +1,8 @@
 """Model families, one file each: a ``Config``, and a function of the family's name that makes an `xtf.model.Model` of it.
 
 Example:
-    >>> model = preset("tiny-moe")
-    >>> model.param_count()
-    (2954624, 1774976)
+    >>> preset("smollm2-135m").param_count()
+    (134515008, 134515008)
 """
 
 from __future__ import annotations

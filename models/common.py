@@ -1,6 +1,7 @@
 """What decoder families share: the common fields of their configs, and the parts that layers are made of.
 
-Shapes: T tokens (packed), H hidden size, D head size, F intermediate size. Weights are (out, in), as in Hugging Face.
+Dims: T tokens (packed), H hidden size, D head size, F intermediate size, V vocabulary, bounds = documents + 1. Weights are (out, in),
+as in Hugging Face.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from jaxtyping import Float, Int, Int32
 from torch import Tensor
 
 from xtf.checkpoint_map import Named, Source
@@ -148,7 +150,7 @@ class Leaves(NamedTuple):
         return ParamSpec((size,), self.dtype, (axis,), Init.constant(1.0))
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def rms_norm(x: Float[Tensor, "*batch size"], weight: Float[Tensor, " size"], eps: float) -> Float[Tensor, "*batch size"]:
     """Root mean square norm over the last dim (Zhang and Sennrich 2019), computed in at least float32.
 
     Args:
@@ -167,12 +169,12 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
 
 
-def linear(params: Params, name: str, x: Tensor) -> Tensor:
+def linear(params: Params, name: str, x: Float[Tensor, "*batch into"]) -> Float[Tensor, "*batch out"]:
     """``x`` times the parameter ``name``, plus ``name_bias`` where there is one."""
     return F.linear(x, params[name], params.get(f"{name}_bias"))
 
 
-def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
+def silu_mul(gate: Float[Tensor, "*batch F"], up: Float[Tensor, "*batch F"]) -> Float[Tensor, "*batch F"]:
     """The gated activation of the MLP (Shazeer 2020, "GLU variants")."""
     return F.silu(gate) * up
 
@@ -231,15 +233,22 @@ def attention(
 def attention_fn(size: int, eps: float, window: int | None, head_norms: bool, ops: Ops) -> StageFn:
     """The function of an attention stage: ``(params, x (T, H), *, cos, sin, cu_seqlens) -> (x,)``."""
 
-    def normed(params: Params, name: str, heads: Tensor) -> Tensor:
+    def normed(params: Params, name: str, heads: Float[Tensor, "T heads D"]) -> Float[Tensor, "T heads D"]:
         return rms_norm(heads, params[name], eps)
 
-    def unchanged(params: Params, name: str, heads: Tensor) -> Tensor:
+    def unchanged(params: Params, name: str, heads: Float[Tensor, "T heads D"]) -> Float[Tensor, "T heads D"]:
         return heads
 
     head_norm = normed if head_norms else unchanged
 
-    def fn(params: Params, x: Tensor, *, cos: Tensor, sin: Tensor, cu_seqlens: Tensor) -> Values:
+    def fn(
+        params: Params,
+        x: Float[Tensor, "T H"],
+        *,
+        cos: Float[Tensor, "T half"],
+        sin: Float[Tensor, "T half"],
+        cu_seqlens: Int32[Tensor, " bounds"],
+    ) -> tuple[Float[Tensor, "T H"]]:
         h = rms_norm(x, params["norm"], eps)
         q, k, v = (linear(params, name, h).unflatten(-1, (params[name].shape[0] // size, size)) for name in ("q", "k", "v"))
         q, k = (rotate(head_norm(params, name, t), cos, sin) for name, t in (("q_norm", q), ("k_norm", k)))
@@ -275,7 +284,7 @@ def mlp(config: DecoderConfig, layer: int, leaves: Leaves, *, bias: bool = False
 def mlp_fn(eps: float) -> StageFn:
     """The function of an MLP stage: ``(params, x (T, H)) -> (x,)``."""
 
-    def fn(params: Params, x: Tensor) -> Values:
+    def fn(params: Params, x: Float[Tensor, "T H"]) -> tuple[Float[Tensor, "T H"]]:
         h = rms_norm(x, params["norm"], eps)
         return (x + linear(params, "down", silu_mul(linear(params, "gate", h), linear(params, "up", h))),)
 
@@ -285,13 +294,13 @@ def mlp_fn(eps: float) -> StageFn:
 def norm_fn(eps: float) -> StageFn:
     """The function of the last norm: ``(params, x (T, H)) -> (x,)``."""
 
-    def fn(params: Params, x: Tensor) -> Values:
+    def fn(params: Params, x: Float[Tensor, "T H"]) -> tuple[Float[Tensor, "T H"]]:
         return (rms_norm(x, params["weight"], eps),)
 
     return fn
 
 
-def embed_fn(params: Params, *, input_ids: Tensor) -> Values:
+def embed_fn(params: Params, *, input_ids: Int[Tensor, " T"]) -> tuple[Float[Tensor, "T H"]]:
     """The function of the embedding: ``(params, *, input_ids (T,)) -> (x (T, H),)``."""
     return (F.embedding(input_ids, params["weight"]),)
 
@@ -300,7 +309,7 @@ def embed_rule(vocab: int) -> Callable[[StageFn, Hashable, Lower], Pair]:
     """The rule of an embedding: it keeps nothing, and its backward needs the ids and the size of the vocabulary, no parameters.
     Rows of the same id are summed in at least float32."""
 
-    def gradient(input_ids: Tensor, dx: Tensor) -> Tensor:
+    def gradient(input_ids: Int[Tensor, " T"], dx: Float[Tensor, "T H"]) -> Float[Tensor, "V H"]:
         wide = torch.promote_types(dx.dtype, torch.float32)
         rows = torch.zeros(vocab, dx.shape[1], dtype=wide, device=dx.device)
         return rows.index_add(0, input_ids, dx.to(wide)).to(dx.dtype)

@@ -4,7 +4,7 @@ The router writes which experts each token goes to, so that nothing ever routes 
 layouts that come between them: `dispatch_order` sorts slots by expert, `expert_mlp` computes on sorted rows, `combine` brings the
 results back to their tokens.
 
-Shapes: T tokens, H hidden size, E experts, k experts per token, S = T × k slots (slot t × k + j is token t's choice j), F the
+Dims: T tokens, H hidden size, E experts, k experts per token, S = T × k slots (slot t × k + j is token t's choice j), F the
 inner size of an expert.
 """
 
@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+from jaxtyping import Bool, Float, Int, Int32, Int64
 from torch import Tensor
 
 from xtf.checkpoint_map import Concat, Named, Stack
@@ -33,12 +34,12 @@ class Dispatch(NamedTuple):
         offsets: (E,) int32, the row at which each expert's rows end.
     """
 
-    order: Tensor
-    tokens: Tensor
-    offsets: Tensor
+    order: Int64[Tensor, " S"]
+    tokens: Int64[Tensor, " S"]
+    offsets: Int32[Tensor, " E"]
 
 
-def dispatch_order(indices: Tensor, experts: int) -> Dispatch:
+def dispatch_order(indices: Int64[Tensor, "T k"], experts: int) -> Dispatch:
     """Sort slots by expert; slots of one expert stay in the order of their tokens.
 
     Args:
@@ -56,7 +57,9 @@ def dispatch_order(indices: Tensor, experts: int) -> Dispatch:
     return Dispatch(order, order // indices.shape[1], offsets)
 
 
-def expert_mlp(params: Params, rows: Tensor, offsets: Tensor, grouped_mm: GroupedMM) -> Tensor:
+def expert_mlp(
+    params: Params, rows: Float[Tensor, "rows H"], offsets: Int32[Tensor, " E"], grouped_mm: GroupedMM
+) -> Float[Tensor, "rows H"]:
     """The gated MLP of each expert on its rows.
 
     Args:
@@ -72,7 +75,7 @@ def expert_mlp(params: Params, rows: Tensor, offsets: Tensor, grouped_mm: Groupe
     return grouped_mm(silu_mul(gate, up), params["down"], offsets)
 
 
-def combine(rows: Tensor, weights: Tensor, dispatch: Dispatch) -> Tensor:
+def combine(rows: Float[Tensor, "S H"], weights: Float[Tensor, "T k"], dispatch: Dispatch) -> Float[Tensor, "T H"]:
     """Sum each token's results by its weights.
 
     Args:
@@ -96,15 +99,15 @@ def router_fn(eps: float, top_k: int, normalize: bool) -> StageFn:
     slots that each expert gets, the sum of probabilities, and the sum of logsumexp². Scores are in at least float32.
     """
 
-    def sum_to_one(weights: Tensor) -> Tensor:
+    def sum_to_one(weights: Float[Tensor, "T k"]) -> Float[Tensor, "T k"]:
         return weights / weights.sum(-1, keepdim=True)
 
-    def as_they_are(weights: Tensor) -> Tensor:
+    def as_they_are(weights: Float[Tensor, "T k"]) -> Float[Tensor, "T k"]:
         return weights
 
     scaled = sum_to_one if normalize else as_they_are
 
-    def fn(params: Params, x: Tensor, *, valid: Tensor) -> Values:
+    def fn(params: Params, x: Float[Tensor, "T H"], *, valid: Bool[Tensor, " T"]) -> Values:
         h = rms_norm(x, params["norm"], eps)
         wide = torch.promote_types(h.dtype, torch.float32)
         logits = F.linear(h.to(wide), params["router"].to(wide))
@@ -122,7 +125,13 @@ def router_fn(eps: float, top_k: int, normalize: bool) -> StageFn:
 def experts_fn(experts: int, grouped_mm: GroupedMM) -> StageFn:
     """The function of an experts stage: ``(params, x (T, H), h (T, H), weights (T, k), indices (T, k)) -> (x,)``."""
 
-    def fn(params: Params, x: Tensor, h: Tensor, weights: Tensor, indices: Tensor) -> Values:
+    def fn(
+        params: Params,
+        x: Float[Tensor, "T H"],
+        h: Float[Tensor, "T H"],
+        weights: Float[Tensor, "T k"],
+        indices: Int64[Tensor, "T k"],
+    ) -> tuple[Float[Tensor, "T H"]]:
         dispatch = dispatch_order(indices, experts)
         rows = h.index_select(0, dispatch.tokens)
         return (x + combine(expert_mlp(params, rows, dispatch.offsets, grouped_mm), weights, dispatch),)
@@ -213,7 +222,7 @@ def router_loss(layers: Sequence[int], *, top_k: int, coefficient: float, z_coef
     """
     combined: Callable[[Tensor, Tensor], Tensor] = _pooled(top_k) if pooled else _per_layer
 
-    def aux(stats: Mapping[str, Tensor], tokens: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    def aux(stats: Mapping[str, Tensor], tokens: Int[Tensor, ""]) -> tuple[Float[Tensor, ""], dict[str, Tensor]]:
         counts, probs, z = (torch.stack([stats[name] for name in names]) for names in zip(*map(statistics, layers), strict=True))
         total = tokens.clamp_min(1).to(probs.dtype)
         load, probs, z = counts.to(probs.dtype) / (total * top_k), probs / total, z / total
@@ -230,12 +239,12 @@ def router_loss(layers: Sequence[int], *, top_k: int, coefficient: float, z_coef
     return aux
 
 
-def _per_layer(load: Tensor, probs: Tensor) -> Tensor:
+def _per_layer(load: Float[Tensor, "layers E"], probs: Float[Tensor, "layers E"]) -> Float[Tensor, ""]:
     return load.shape[1] * (load * probs).sum()
 
 
 def _pooled(top_k: int) -> Callable[[Tensor, Tensor], Tensor]:
-    def pooled(load: Tensor, probs: Tensor) -> Tensor:
+    def pooled(load: Float[Tensor, "layers E"], probs: Float[Tensor, "layers E"]) -> Float[Tensor, ""]:
         return load.shape[1] * (load.mean(0) * top_k * probs.mean(0)).sum()
 
     return pooled

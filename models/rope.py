@@ -7,6 +7,8 @@ Two kinds depend on how long the sequence is: ``dynamic`` and ``longrope``. tran
 batch. Here each *document* has the length that its own largest position says, so that a document is rotated in the same way
 whatever it is packed with and on however many ranks. The two agree where every row is one document of the same length, but for
 one thing: transformers' ``dynamic`` remembers the longest batch that it has seen, and nothing here remembers.
+
+Dims: T tokens (packed), D head size (the argument ``dim``), half = D / 2, bounds = documents + 1.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
+from jaxtyping import Float, Int, Int32
 from torch import Tensor
 
 KINDS = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
@@ -135,7 +138,9 @@ class Rope:
         return out
 
 
-def inverse_frequencies(rope: Rope, dim: int, length: Tensor | None = None, dtype: torch.dtype = torch.float32) -> Tensor:
+def inverse_frequencies(
+    rope: Rope, dim: int, length: Int[Tensor, "*lengths"] | None = None, dtype: torch.dtype = torch.float32
+) -> Float[Tensor, "*_ {dim//2}"]:
     """The angle by which each pair of dims turns per token.
 
     Args:
@@ -177,7 +182,9 @@ def attention_scaling(rope: Rope) -> float:
     return 1.0
 
 
-def tables(rope: Rope, dim: int, positions: Tensor, cu_seqlens: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def tables(
+    rope: Rope, dim: int, positions: Int[Tensor, " T"], cu_seqlens: Int32[Tensor, " bounds"], dtype: torch.dtype
+) -> tuple[Float[Tensor, "T {dim//2}"], Float[Tensor, "T {dim//2}"]]:
     """``cos`` and ``sin`` of packed tokens, each (T, dim / 2), in ``dtype`` but at least float32.
 
     Args:
@@ -194,7 +201,7 @@ def tables(rope: Rope, dim: int, positions: Tensor, cu_seqlens: Tensor, dtype: t
     return angles.cos() * scaling, angles.sin() * scaling
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rotate(x: Float[Tensor, "T heads D"], cos: Float[Tensor, "T D//2"], sin: Float[Tensor, "T D//2"]) -> Float[Tensor, "T heads D"]:
     """Turn the pairs (i, i + size / 2) of each head by its token's angle.
 
     Args:
@@ -209,8 +216,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(x.dtype)
 
 
-def _lengths(positions: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """(T,) one more than the largest position in the document of each token."""
+def _lengths(positions: Int[Tensor, " T"], cu_seqlens: Int32[Tensor, " bounds"]) -> Int[Tensor, " T"]:
+    """One more than the largest position in the document of each token."""
     tokens = torch.arange(positions.shape[0], device=positions.device, dtype=cu_seqlens.dtype)
     document = torch.searchsorted(cu_seqlens[1:].contiguous(), tokens, right=True)
     longest = positions.new_zeros(cu_seqlens.shape[0] - 1).scatter_reduce(0, document, positions, "amax")
@@ -222,14 +229,14 @@ def _number(value: float | None) -> float:
     return value
 
 
-def _dynamic_theta(rope: Rope, dim: int, length: Tensor, dtype: torch.dtype) -> Tensor:
+def _dynamic_theta(rope: Rope, dim: int, length: Int[Tensor, "*lengths"], dtype: torch.dtype) -> Float[Tensor, "*lengths"]:
     """The base that stretches with the length beyond the original context ("NTK-aware" scaling)."""
     original, factor = _number(rope.original_max_position_embeddings), _number(rope.factor)
     stretched = factor * length.clamp_min(int(original)).to(dtype) / original - (factor - 1)
     return rope.theta * stretched ** (dim / (dim - 2))
 
 
-def _longrope(rope: Rope, dim: int, exponents: Tensor, length: Tensor | None) -> Tensor:
+def _longrope(rope: Rope, dim: int, exponents: Float[Tensor, " half"], length: Int[Tensor, "*lengths"] | None) -> Float[Tensor, "*_ half"]:
     factors: list[Tensor] = []
     for name, values in (("short_factor", rope.short_factor), ("long_factor", rope.long_factor)):
         assert values is not None
@@ -246,7 +253,7 @@ def _yarn_scale(scale: float, mscale: float) -> float:
     return 1.0 if scale <= 1 else 0.1 * mscale * math.log(scale) + 1.0
 
 
-def _yarn(rope: Rope, dim: int, exponents: Tensor) -> Tensor:
+def _yarn(rope: Rope, dim: int, exponents: Float[Tensor, " half"]) -> Float[Tensor, " half"]:
     """Dims that turn often keep their frequency, those that turn rarely are interpolated, with a ramp between (section 3.2)."""
     factor, original = _number(rope.factor), _number(rope.original_max_position_embeddings)
 
@@ -265,7 +272,7 @@ def _yarn(rope: Rope, dim: int, exponents: Tensor) -> Tensor:
     return 1 / (factor * frequencies) * (1 - keep) + 1 / frequencies * keep
 
 
-def _llama3(rope: Rope, inverse: Tensor) -> Tensor:
+def _llama3(rope: Rope, inverse: Float[Tensor, " half"]) -> Float[Tensor, " half"]:
     """Long wavelengths are divided by the factor, short ones kept, with a linear passage between."""
     factor, original = _number(rope.factor), _number(rope.original_max_position_embeddings)
     low, high = _number(rope.low_freq_factor), _number(rope.high_freq_factor)

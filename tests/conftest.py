@@ -1,8 +1,4 @@
-"""What every test may ask for.
-
-Shapes and types of annotated functions are checked at run time with jaxtyping's own flag, which torch.compile does not bear:
-``pytest --jaxtyping-packages=xtf,beartype.beartype``.
-"""
+"""What every test may ask for, and what every test runs under."""
 
 from __future__ import annotations
 
@@ -10,7 +6,10 @@ import os
 from pathlib import Path
 
 import pytest
+import shapes
 from hypothesis import settings
+
+shapes.install()  # before anything imports xtf
 
 settings.register_profile("xtf", deadline=None)  # machines with two busy cores say nothing about one example's time
 settings.load_profile("xtf")

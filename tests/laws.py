@@ -58,7 +58,8 @@ class Case:
     def check(self) -> testing.Report:
         """Check it on simulated ranks."""
         transform = self.transform if self.sizes else self.transform(None)
-        (report,) = testing.check(transform, **self._what(), **dict(self.sizes))
+        sizes: dict[str, Any] = dict(self.sizes)
+        (report,) = testing.check(transform, **self._what(), **sizes)
         return report
 
     def observe(self, mesh: Mesh) -> testing.Observation:
@@ -92,9 +93,7 @@ def product(**factors: Sequence[Any]) -> list[dict[str, Any]]:
 
 def _muon() -> optim.Optimizer:
     # In float64, as all of a law. eps of its AdamW as in xtf.testing.default_optimizer.
-    return optim.chain(
-        optim.clip_by_global_norm(0.1), optim.muon_adamw(lr=1e-2, ns_dtype=torch.float64, eps=1e-3, weight_decay=0.1)
-    )
+    return optim.chain(optim.clip_by_global_norm(0.1), optim.muon_adamw(lr=1e-2, ns_dtype=torch.float64, eps=1e-3, weight_decay=0.1))
 
 
 OPTIMIZERS: Mapping[str, Callable[[], optim.Optimizer]] = {"adamw": testing.default_optimizer, "muon": _muon}
@@ -171,9 +170,7 @@ def batch(name: str) -> dict[str, Tensor]:
 def pairwise(**factors: Sequence[Any]) -> list[dict[str, Any]]:
     """Few rows in which every pair of values of two factors stands together in some row. Greedy, the same at every call."""
     names = list(factors)
-    left = {
-        (a, i, b, j) for a, b in itertools.combinations(names, 2) for i in range(len(factors[a])) for j in range(len(factors[b]))
-    }
+    left = {(a, i, b, j) for a, b in itertools.combinations(names, 2) for i in range(len(factors[a])) for j in range(len(factors[b]))}
     rows: list[dict[str, Any]] = []
     while left:
         a, i, b, j = min(left, key=lambda pair: (names.index(pair[0]), pair[1], names.index(pair[2]), pair[3]))

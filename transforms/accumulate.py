@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from torch import Tensor
+
 from xtf.batch import Batch, cut_rows
 from xtf.step import TrainStep
 
@@ -20,13 +22,13 @@ def accumulate(n: int) -> Callable[[TrainStep], TrainStep]:
     Raises:
         ValueError: if ``n`` is less than 1.
     """
-    if n < 1:
-        raise ValueError(f"accumulate({n}): expected at least 1 micro-batch")
+    if not isinstance(n, int) or n < 1:  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ValueError(f"accumulate({n!r}): expected an integer number of micro-batches, at least 1")
 
     def transform(step: TrainStep) -> TrainStep:
         inner = step.split
 
-        def split(batch: Batch) -> list[Batch]:
+        def split(batch: Batch) -> list[dict[str, Tensor]]:
             return [micro for outer in inner(batch) for micro in (cut_rows(outer, n, i) for i in range(n))]
 
         return step.replace(f"accumulate({n})", split=split)

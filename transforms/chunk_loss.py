@@ -1,4 +1,7 @@
-"""`chunk_loss`: cross-entropy through the head a few tokens at a time, so that the logits never stand whole."""
+"""`chunk_loss`: cross-entropy through the head a few tokens at a time, so that the logits never stand whole.
+
+Dims: T tokens (packed, or of one chunk), H hidden size, V vocabulary.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from xtf.stage import Lower, Pair, Params, Program, Stage, StageFn, Values
@@ -38,8 +42,8 @@ def chunk_loss(tokens: int | None = None, bytes: int | None = None) -> Callable[
     if tokens is not None and bytes is not None:
         raise ValueError(f"chunk_loss(tokens={tokens}, bytes={bytes}): give one of the two, or none for an automatic size")
     for name, value in {"tokens": tokens, "bytes": bytes}.items():
-        if value is not None and value < 1:
-            raise ValueError(f"chunk_loss({name}={value}): expected at least 1")
+        if value is not None and (not isinstance(value, int) or value < 1):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ValueError(f"chunk_loss({name}={value!r}): expected an integer of at least 1")
 
     def transform(step: TrainStep) -> TrainStep:
         z_loss = step.model.z_loss
@@ -71,7 +75,7 @@ def chunk_tokens(vocab: int, itemsize: int, *, tokens: int | None = None, bytes:
 def chunked_pair(tokens: int | None, bytes: int | None, z_loss: float) -> Pair:
     """The loss stage over chunks: the stage's own values and constants, see `xtf.model.cross_entropy`."""
 
-    def chunks(weight: Tensor, x: Tensor, consts: Mapping[str, Any]) -> list[tuple[Tensor, Tensor, Tensor]]:
+    def chunks(weight: Float[Tensor, "V H"], x: Float[Tensor, "T H"], consts: Mapping[str, Any]) -> list[tuple[Tensor, Tensor, Tensor]]:
         dtype = _wide(x.dtype)
         size = chunk_tokens(weight.shape[0], dtype.itemsize, tokens=tokens, bytes=bytes)
         scale = consts["weights"].to(dtype) * consts["normalizer"].to(dtype)
@@ -89,6 +93,7 @@ def chunked_pair(tokens: int | None, bytes: int | None, z_loss: float) -> Pair:
             dlogits = dlogits.to(x.dtype)
             torch.mm(dlogits, weight, out=out)
             _add_product(dweight, dlogits, h)
+            del dlogits  # before the next chunk's are made
         return (loss,), (dx, dweight)
 
     def backward(
@@ -104,14 +109,13 @@ def chunked_pair(tokens: int | None, bytes: int | None, z_loss: float) -> Pair:
         (x,), weight = reads, params["weight"]
         loss = x.new_zeros((), dtype=_wide(x.dtype))
         for h, targets, scale in chunks(weight, x, consts):
-            logits = F.linear(h, weight).to(loss.dtype)
-            loss += (_token_loss(logits, targets, logits.logsumexp(-1), z_loss) * scale).sum()
+            loss += _loss_and_exponentials(h, weight, targets, scale, z_loss)[0]
         return (loss,)
 
     return Pair(forward, backward, needs_params=False, evaluate=evaluate)
 
 
-def _size(x: Tensor, weight: Tensor, tokens: int | None, bytes: int | None) -> int:
+def _size(x: Float[Tensor, "T H"], weight: Float[Tensor, "V H"], tokens: int | None, bytes: int | None) -> int:
     return chunk_tokens(weight.shape[0], _wide(x.dtype).itemsize, tokens=tokens, bytes=bytes)
 
 
@@ -119,26 +123,39 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def _token_loss(logits: Tensor, targets: Tensor, lse: Tensor, z_loss: float) -> Tensor:
-    """Cross-entropy (and z-loss) of each token; what stands at ignored targets has weight 0."""
-    picked = logits.gather(-1, targets.clamp_min(0)[:, None])[:, 0]
-    loss = lse - picked
-    return loss + z_loss * lse.square() if z_loss else loss
+def _loss_and_exponentials(
+    h: Float[Tensor, "T H"], weight: Float[Tensor, "V H"], targets: Int[Tensor, " T"], scale: Float[Tensor, " T"], z_loss: float
+) -> tuple[Float[Tensor, ""], Float[Tensor, "T V"], Float[Tensor, "T 1"], Float[Tensor, "T 1"]]:
+    """The summed loss of a chunk; and, in the memory of the logits, their exponentials, with the sums and logsumexps of the rows.
 
-
-def _loss_and_dlogits(h: Tensor, weight: Tensor, targets: Tensor, scale: Tensor, z_loss: float) -> tuple[Tensor, Tensor]:
-    """The summed loss of a chunk and its gradient for the logits, in the memory of the logits."""
+    Rows are shifted by their largest logit: the exponentials cannot overflow, and the loss is a difference of small numbers.
+    What stands at ignored targets has the scale 0.
+    """
     logits = F.linear(h, weight).to(_wide(h.dtype))
-    lse = logits.logsumexp(-1)
-    loss = (_token_loss(logits, targets, lse, z_loss) * scale).sum()
-    probabilities = logits.sub_(lse[:, None]).exp_()
-    factor = scale * (1 + 2 * z_loss * lse) if z_loss else scale
-    dlogits = probabilities.mul_(factor[:, None])
+    largest = logits.amax(-1, keepdim=True)
+    logits.sub_(largest)
+    picked = logits.gather(-1, targets.clamp_min(0)[:, None])
+    exponentials = logits.exp_()
+    total = exponentials.sum(-1, keepdim=True)
+    log_total = total.log()
+    loss, lse = log_total - picked, log_total + largest
+    if z_loss:
+        loss = loss + z_loss * lse.square()
+    return (loss[:, 0] * scale).sum(), exponentials, total, lse
+
+
+def _loss_and_dlogits(
+    h: Float[Tensor, "T H"], weight: Float[Tensor, "V H"], targets: Int[Tensor, " T"], scale: Float[Tensor, " T"], z_loss: float
+) -> tuple[Float[Tensor, ""], Float[Tensor, "T V"]]:
+    """The summed loss of a chunk and its gradient for the logits, in the memory of the logits."""
+    loss, exponentials, total, lse = _loss_and_exponentials(h, weight, targets, scale, z_loss)
+    factor = scale[:, None] * (1 + 2 * z_loss * lse) if z_loss else scale[:, None]
+    dlogits = exponentials.mul_(factor / total)
     dlogits.scatter_add_(1, targets.clamp_min(0)[:, None], -scale[:, None])
     return loss, dlogits
 
 
-def _add_product(total: Tensor, dlogits: Tensor, h: Tensor) -> None:
+def _add_product(total: Float[Tensor, "V H"], dlogits: Float[Tensor, "T V"], h: Float[Tensor, "T H"]) -> None:
     """``total += dlogits.T @ h``, the product in the total's dtype."""
     if dlogits.dtype == total.dtype:
         total.addmm_(dlogits.T, h)

@@ -33,8 +33,8 @@ def precision(
     """
     given = {"params": params, "compute": compute, "reduce": reduce}
     for name, dtype in given.items():
-        if dtype is not None and not dtype.is_floating_point:
-            raise ValueError(f"precision({name}={dtype}): expected a floating dtype such as torch.bfloat16")
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ValueError(f"precision({name}={dtype!r}): expected a floating dtype such as torch.bfloat16")
 
     def transform(step: TrainStep) -> TrainStep:
         if step.precision != Precision():

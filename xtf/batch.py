@@ -19,12 +19,13 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from jaxtyping import Float, Integer, Shaped
 from torch import Tensor
 
 IGNORE = -100
 """The label that is not learned."""
 
-Batch = Mapping[str, Tensor]
+Batch = Mapping[str, Shaped[Tensor, "batch seq"]]
 
 _KEYS = {"input_ids", "labels", "document_ids", "loss_weights", "positions"}
 
@@ -71,7 +72,7 @@ def check_shapes(batch: Batch) -> None:
             raise ValueError(f"batch[{name!r}] has shape {tuple(value.shape)}, input_ids has {shape}: they must be equal")
 
 
-def _check_range(name: str, ids: Tensor, vocab: int) -> None:
+def _check_range(name: str, ids: Integer[Tensor, "batch seq"], vocab: int) -> None:
     low, high = (int(v) for v in torch.aminmax(ids))
     if low < 0 or high >= vocab:
         bad = low if low < 0 else high
@@ -131,12 +132,12 @@ def pack(batch: Batch) -> dict[str, Any]:
     }
 
 
-def normalizer(total_weight: Tensor) -> Tensor:
+def normalizer(total_weight: Float[Tensor, ""]) -> Float[Tensor, ""]:
     """One over the sum of the weights of all targets, 0 where nothing is supervised (loss and gradients are then 0)."""
     return torch.where(total_weight > 0, 1 / total_weight.clamp_min(torch.finfo(total_weight.dtype).tiny), 0)
 
 
-def cut_rows(batch: Batch, n: int, index: int) -> dict[str, Tensor]:
+def cut_rows(batch: Batch, n: int, index: int) -> dict[str, Shaped[Tensor, "rows seq"]]:
     """Part ``index`` of ``n`` equal parts of a batch's rows.
 
     Where the rows do not divide, ignored rows are added at the end: ids 0, labels -100, weights 0, ``document_ids`` -1 (added

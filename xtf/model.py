@@ -1,4 +1,7 @@
-"""A model is a record: parameters described, constants made of a batch, and the chain of stages between them."""
+"""A model is a record: parameters described, constants made of a batch, and the chain of stages between them.
+
+Dims: batch and seq of a batch as it comes; T = batch × seq tokens packed, H hidden size, V vocabulary.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from xtf import tree
@@ -19,7 +23,7 @@ from xtf.spec import ParamSpec
 from xtf.stage import Stage
 from xtf.tree import Path, Tree
 
-AuxLoss = Callable[[Mapping[str, Tensor], Tensor], tuple[Tensor, dict[str, Tensor]]]
+AuxLoss = Callable[[Mapping[str, Tensor], Int[Tensor, ""]], tuple[Float[Tensor, ""], dict[str, Tensor]]]
 """``(statistics summed over tokens, number of tokens) -> (loss, metrics)``: what the routers add to the loss."""
 
 
@@ -84,10 +88,17 @@ class Model:
         """Every value that stands after the last stage but the loss."""
         return run(self._reference[:-1], params, consts)
 
-    def _head(self, params: Tree) -> Tensor:
+    def _head(self, params: Tree) -> Float[Tensor, "V H"]:
         return tree.items(params)[self._reference[-1].params["weight"]]
 
-    def logits(self, params: Tree, input_ids: Tensor, *, positions: Tensor | None = None, document_ids: Tensor | None = None) -> Tensor:
+    def logits(
+        self,
+        params: Tree,
+        input_ids: Int[Tensor, "batch seq"],
+        *,
+        positions: Int[Tensor, "batch seq"] | None = None,
+        document_ids: Int[Tensor, "batch seq"] | None = None,
+    ) -> Float[Tensor, "batch seq V"]:
         """Scores of the next token.
 
         Args:
@@ -105,7 +116,7 @@ class Model:
         logits = F.linear(self._hidden(params, consts)[read], self._head(params))
         return logits.view(*input_ids.shape, self.vocab)
 
-    def loss(self, params: Tree, batch: Batch) -> Tensor:
+    def loss(self, params: Tree, batch: Batch) -> Float[Tensor, ""]:
         """The loss of a whole batch on one rank, plainly: the reference of every law. Shape (), at least float32.
 
         Σ weight × cross-entropy ÷ Σ weight, plus the auxiliary loss. 0 where nothing is supervised.
@@ -125,7 +136,7 @@ class Model:
         """Names of the values that stages write and no stage reads, but the loss."""
         return statistics(self._reference)
 
-    def logprobs(self, params: Tree, batch: Batch, *, chunk: int = 1024) -> Tensor:
+    def logprobs(self, params: Tree, batch: Batch, *, chunk: int = 1024) -> Float[Tensor, "batch seq"]:
         """Log-probability of each label given what precedes it; the logits of ``chunk`` tokens exist at a time.
 
         Returns:
@@ -161,10 +172,17 @@ def run(stages: tuple[Stage, ...], params: Tree, consts: Mapping[str, Any]) -> d
     return values
 
 
-def cross_entropy(z_loss: float = 0.0) -> Callable[..., tuple[Tensor]]:
+def cross_entropy(z_loss: float = 0.0) -> Callable[..., tuple[Float[Tensor, ""]]]:
     """The plain loss stage: every logit at once. ``fn(params, x, *, targets, weights, normalizer) -> (loss,)``."""
 
-    def loss(params: Mapping[str, Tensor], x: Tensor, *, targets: Tensor, weights: Tensor, normalizer: Tensor) -> tuple[Tensor]:
+    def loss(
+        params: Mapping[str, Tensor],
+        x: Float[Tensor, "T H"],
+        *,
+        targets: Int[Tensor, " T"],
+        weights: Float[Tensor, " T"],
+        normalizer: Float[Tensor, ""],
+    ) -> tuple[Float[Tensor, ""]]:
         logits = F.linear(x, params["weight"])
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         total = F.cross_entropy(logits, targets, reduction="none", ignore_index=-100)

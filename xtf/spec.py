@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
+from jaxtyping import Float64, Int64, Shaped
 from torch import Tensor
 
 from xtf.tree import Path
@@ -72,7 +73,7 @@ class ParamSpec:
         """Number of elements of the whole leaf."""
         return math.prod(self.shape)
 
-    def initial(self, seed: int, path: Path, ranges: Sequence[tuple[int, int]] | None = None) -> Tensor:
+    def initial(self, seed: int, path: Path, ranges: Sequence[tuple[int, int]] | None = None) -> Shaped[Tensor, "*block"]:
         """Initial values of the block ``ranges`` (a half-open range per dim) of this leaf, or of all of it.
 
         Each value depends on ``seed``, ``path`` and its own index only, so every layout starts from the same
@@ -96,7 +97,9 @@ class ParamSpec:
         return out.view(sizes)
 
 
-def _global_index(flat: Tensor, shape: Sequence[int], ranges: Sequence[tuple[int, int]], sizes: Sequence[int]) -> Tensor:
+def _global_index(
+    flat: Int64[Tensor, " n"], shape: Sequence[int], ranges: Sequence[tuple[int, int]], sizes: Sequence[int]
+) -> Int64[Tensor, " n"]:
     """The index in the whole leaf of each flat index of the block."""
     if tuple(sizes) == tuple(shape):
         return flat
@@ -109,7 +112,7 @@ def _global_index(flat: Tensor, shape: Sequence[int], ranges: Sequence[tuple[int
     return index
 
 
-def _normal(index: Tensor, key: int) -> Tensor:
+def _normal(index: Int64[Tensor, " n"], key: int) -> Float64[Tensor, " n"]:
     """Standard normal float64 values for int64 counters, by splitmix64 and the inverse error function."""
     z = index * -7046029254386353131 + key  # 0x9E3779B97F4A7C15 as a signed integer; overflow wraps, as intended
     z = (z ^ _shift(z, 30)) * -4658895280553007687  # 0xBF58476D1CE4E5B9
@@ -119,6 +122,6 @@ def _normal(index: Tensor, key: int) -> Tensor:
     return torch.erfinv(uniform * 2 - 1).mul_(math.sqrt(2))
 
 
-def _shift(z: Tensor, bits: int) -> Tensor:
+def _shift(z: Int64[Tensor, " n"], bits: int) -> Int64[Tensor, " n"]:
     """Logical right shift of int64 (torch's is arithmetic)."""
     return (z >> bits) & ((1 << (64 - bits)) - 1)

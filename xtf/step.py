@@ -303,7 +303,7 @@ class _Run:
         self.keep = ("loss", *self.stats)
         own = [(m["weights"].double().sum(), m["valid"].sum(), (m["weights"] != 0).sum()) for m in self.micros]
         totals = self.sum(torch.stack([torch.stack([v.double() for v in row]) for row in own]))
-        self.weights, self.tokens, self.supervised = totals.unbind(1)
+        self.weights, self.tokens, self.supervised = totals[:, 0], totals[:, 1].long(), totals[:, 2].long()
         scale = normalizer(self.weights.sum())
         for micro in self.micros:
             micro["normalizer"] = scale
@@ -363,7 +363,7 @@ class _Run:
     def metrics(self, values: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
         """Global metrics of the run; those of the auxiliary loss are averaged over micro-batches by their share in the loss."""
         loss = self.sum(torch.stack([v["loss"].detach() for v in values]).sum())
-        found = {"loss": loss, "cross_entropy": loss, "tokens": self.supervised.sum().long()}
+        found = {"loss": loss, "cross_entropy": loss, "tokens": self.supervised.sum()}
         for value, metrics in self.aux:
             found["loss"] = found["loss"] + value.to(loss.dtype)
             found |= {name: found[name] + m if name in found else m for name, m in metrics.items()}

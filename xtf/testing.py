@@ -6,7 +6,6 @@ The reference is ``torch.func.grad`` of ``model.loss`` on one rank: no engine, n
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -45,7 +44,7 @@ class Report:
         return max(self.errors.values(), default=0.0)
 
     def __str__(self) -> str:
-        verdict = f"{len(self.failures)} of {len(self.errors)} quantities differ" if self.failures else "holds"
+        verdict = f"{len(self.failures)} differ" if self.failures else "holds"
         return f"{self.name}: {verdict}; {len(self.errors)} quantities, largest relative error {self.worst:.1e}"
 
 
@@ -153,9 +152,15 @@ def compare(
     micros = _global_micros(seen)
     weights = [pack(m)["weights"].double().sum() for m in micros]
     total = pack(batch)["weights"].double().sum()
-    _judge(
-        report, "weight of all targets in the micro-batches", torch.stack(weights).sum(), total, tolerance=tolerance, sizes=seen[0].sizes
-    )
+    differ: dict[str, list[tuple[int, str]]] = {}  # what differs -> on which ranks, and how
+
+    def judge(what: str, got: Tensor, want: Tensor, rank: int) -> None:
+        error, text = _compare(got, want, tolerance, seen[rank].sizes)
+        report.errors[f"{what} on rank {rank}" if len(seen) > 1 else what] = error
+        if text:
+            differ.setdefault(what, []).append((rank, text))
+
+    judge("weight of all targets in the micro-batches", torch.stack(weights).sum(), total, 0)
 
     def loss(params: Any) -> Tensor:
         if model.aux is None or model.aux_scope == "step" or len(micros) == 1:
@@ -174,30 +179,37 @@ def compare(
     known = {"cross_entropy": dataclasses.replace(model, aux=None).loss(params, batch), "tokens": (pack(batch)["weights"] != 0).sum()}
     known |= _aux_metrics(model, params, [batch] if model.aux_scope == "step" else micros, total)
     for rank, one in enumerate(seen):
-        where = f" on rank {rank}" if len(seen) > 1 else ""
-        judge = functools.partial(_judge, report, tolerance=tolerance, sizes=one.sizes, where=where)
-        judge("loss", one.loss, value)
-        judge("evaluated loss", one.evaluated, value)
-        judge("metric loss", one.metrics["loss"], value)
-        judge("metric grad_norm", one.metrics["grad_norm"], norm)
+        judge("loss", one.loss, value, rank)
+        judge("evaluated loss", one.evaluated, value, rank)
+        judge("metric loss", one.metrics["loss"], value, rank)
+        judge("metric grad_norm", one.metrics["grad_norm"], norm, rank)
         for key, want in known.items():
-            judge(f"metric {key}", one.metrics[key], want)
+            judge(f"metric {key}", one.metrics[key], want, rank)
         for path, want in expected.items():
             got = one.grads[path]
-            if want is None or got is None:
-                if want is not got:
-                    report.failures.append(f"gradient of {path}{where}: expected {'none' if want is None else 'one'}")
-                continue
-            judge(f"gradient of {path}", got, want)
+            if want is not None and got is not None:
+                judge(f"gradient of {path}", got, want, rank)
+            elif want is not got:
+                differ.setdefault(f"gradient of {path}", []).append((rank, f"expected {'none' if want is None else 'one'}"))
         for path, want in after.items():
-            judge(f"{path} after the step", one.params[path], want)
+            judge(f"{path} after the step", one.params[path], want, rank)
         for key, want in optimizer.metrics(opt).items():
             if key != "grad_norm":  # judged above; an optimizer may keep it in float32
-                judge(f"metric {key}", one.metrics[key], want)
+                judge(f"metric {key}", one.metrics[key], want, rank)
+    report.failures = [f"{what}{_where([rank for rank, _ in rows], len(seen))}: {rows[0][1]}" for what, rows in differ.items()]
     if report.failures:
-        shown = report.failures[:20] + ([f"... and {len(report.failures) - 20} more"] if len(report.failures) > 20 else [])
-        raise LawError(f"{report}\n  " + "\n  ".join(shown))
+        rest = list(differ)[_SHOWN:]
+        raise LawError("\n  ".join([str(report), *report.failures[:_SHOWN], *([f"and {', '.join(rest)}"] if rest else [])]))
     return report
+
+
+_SHOWN = 60  # what differs in numbers; the rest is named
+
+
+def _where(ranks: Sequence[int], every: int) -> str:
+    if every == 1:
+        return ""
+    return " on every rank" if len(ranks) == every else f" on rank {', '.join(map(str, ranks))}"
 
 
 def _aux_metrics(model: Model, params: Any, micros: Sequence[Batch], total: Tensor) -> dict[str, Tensor]:
@@ -215,18 +227,14 @@ def _aux_metrics(model: Model, params: Any, micros: Sequence[Batch], total: Tens
     return found
 
 
-def _judge(report: Report, what: str, got: Tensor, want: Tensor, *, tolerance: float, sizes: Mapping[str, int], where: str = "") -> None:
-    what += where
+def _compare(got: Tensor, want: Tensor, tolerance: float, sizes: Mapping[str, int]) -> tuple[float, str]:
+    """The relative error, and what to say where it is too large."""
     if got.shape != want.shape:
-        report.errors[what] = math.inf
-        report.failures.append(f"{what}: shape {tuple(got.shape)}, expected {tuple(want.shape)}")
-        return
+        return math.inf, f"shape {tuple(got.shape)}, expected {tuple(want.shape)}"
     got, want = got.double(), want.double()
     delta, scale = _largest(got - want), _largest(want)
-    error = delta / scale if scale else delta
-    report.errors[what] = max(error, report.errors.get(what, 0.0))
-    if not delta <= tolerance * scale:
-        report.failures.append(f"{what}: max|Δ| {delta:.3e}, max|reference| {scale:.3e}{_factor(got, want, sizes)}")
+    text = "" if delta <= tolerance * scale else f"max|Δ| {delta:.3e}, max|reference| {scale:.3e}{_factor(got, want, sizes)}"
+    return delta / scale if scale else delta, text
 
 
 def _largest(x: Tensor) -> float:

@@ -5,15 +5,15 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-import laws
 import pytest
 import torch
 
 from examples.new_layout import tensor_parallel
+from tests import laws
 from xtf import testing, tree
 from xtf.mesh import simulate
-from xtf.spec import ParamSpec
-from xtf.step import compose, train_step
+from xtf.spec import Init, ParamSpec
+from xtf.step import Sharding, compose, train_step
 from xtf.transforms import accumulate, chunk_loss, shard
 
 LAYOUTS = [{"data": 2}, {"data": 3}, {"data": 2, "expert": 2}, {"data": 2, "replicate": 2}, {"replicate": 3}]
@@ -128,10 +128,10 @@ def test_leaves_that_are_not_trained_have_no_gradient_and_stay_whole(regather: b
 
 def test_each_leaf_is_split_along_the_first_dim_that_gives_every_rank_something() -> None:
     specs = {
-        "rows": ParamSpec((9, 4), torch.float32, (None, None), _one()),
-        "columns": ParamSpec((3, 8), torch.float32, (None, None), _one()),
-        "small": ParamSpec((2, 3), torch.float32, (None, None), _one()),
-        "scalar": ParamSpec((), torch.float32, (), _one()),
+        "rows": ParamSpec((9, 4), torch.float32, (None, None), Init.constant(1.0)),
+        "columns": ParamSpec((3, 8), torch.float32, (None, None), Init.constant(1.0)),
+        "small": ParamSpec((2, 3), torch.float32, (None, None), Init.constant(1.0)),
+        "scalar": ParamSpec((), torch.float32, (), Init.constant(1.0)),
     }
     model = dataclasses.replace(laws.model("tiny"), specs=specs)
 
@@ -146,16 +146,10 @@ def test_each_leaf_is_split_along_the_first_dim_that_gives_every_rank_something(
     assert [s["scalar"] for s in seen] == [()] * 4
 
 
-def _one() -> Any:
-    from xtf.spec import Init
-
-    return Init.constant(1.0)
-
-
 def raised(build: Any, **sizes: int) -> str:
     """The message that ``build(mesh)`` raises with."""
     with pytest.raises(ValueError) as error:
-        simulate(lambda mesh: build(mesh), **sizes)
+        simulate(build, **sizes)
     return str(error.value)
 
 
@@ -200,8 +194,6 @@ def test_an_axis_that_overlaps_that_of_another_transform_is_refused() -> None:
 
 
 def test_sharding_over_ranks_that_hold_the_same_tokens_is_refused() -> None:
-    from xtf.step import Sharding
-
     step = train_step(laws.model("tiny"), testing.default_optimizer())
     message = raised(lambda mesh: step.replace("wrong", sharding=Sharding((mesh["data"],))).program, data=2)
     assert "embed.weight is sharded over data, whose ranks do not hold different gradients" in message

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
@@ -44,6 +45,9 @@ def main(args: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt as error:
         errors.print(_interrupted(error), markup=False)
         return 130
+    except BrokenPipeError:  # whoever read our output has gone, as `xtf train --help | head` does: nothing is wrong
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
     except (ValueError, OSError) as error:
         errors.print(f"xtf: {error}", markup=False)
         return 2

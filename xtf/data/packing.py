@@ -6,12 +6,15 @@ from bisect import bisect_left, insort
 from collections.abc import Sequence
 
 import torch
+from jaxtyping import Int64
 from torch import Tensor
 
 from xtf.batch import IGNORE
 
 
-def pack_documents(documents: Sequence[tuple[Sequence[int], Sequence[int]]], *, seq: int, pad_id: int = 0) -> dict[str, Tensor]:
+def pack_documents(
+    documents: Sequence[tuple[Sequence[int], Sequence[int]]], *, seq: int, pad_id: int = 0
+) -> dict[str, Int64[Tensor, "rows {seq}"]]:
     """Lay documents into as few rows as best fit finds: each, in the order given, goes into the fullest row with room for it.
 
     No document is cut or reordered inside; attention and positions do not cross from one to the next (`xtf.batch`).

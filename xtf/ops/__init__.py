@@ -1,13 +1,18 @@
-"""Ops that are lowered per backend, each behind one signature with a plain reference beside it."""
+"""Ops that are lowered per backend, each behind one signature with a plain reference beside it.
+
+Dims: T tokens (packed), D head size, Dv value head size, bounds = documents + 1, K and N the inner and outer size of a product.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
+from jaxtyping import Float, Int32
 from torch import Tensor
 
 
+@runtime_checkable
 class Attention(Protocol):
     """Causal attention inside each document of a packed sequence.
 
@@ -23,9 +28,19 @@ class Attention(Protocol):
         (T, query heads, value head size).
     """
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, *, scale: float, window: int | None = None) -> Tensor: ...
+    def __call__(
+        self,
+        q: Float[Tensor, "T heads D"],
+        k: Float[Tensor, "T kv_heads D"],
+        v: Float[Tensor, "T kv_heads Dv"],
+        cu_seqlens: Int32[Tensor, " bounds"],
+        *,
+        scale: float,
+        window: int | None = None,
+    ) -> Float[Tensor, "T heads Dv"]: ...
 
 
+@runtime_checkable
 class GroupedMM(Protocol):
     """A matrix product for each group of rows.
 
@@ -38,7 +53,9 @@ class GroupedMM(Protocol):
         (rows, N): the rows of group g times ``w[g].T``.
     """
 
-    def __call__(self, x: Tensor, w: Tensor, offsets: Tensor) -> Tensor: ...
+    def __call__(
+        self, x: Float[Tensor, "rows K"], w: Float[Tensor, "groups N K"], offsets: Int32[Tensor, " groups"]
+    ) -> Float[Tensor, "rows N"]: ...
 
 
 @dataclass(frozen=True)

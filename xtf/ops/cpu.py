@@ -7,6 +7,9 @@ hold never causes a recompilation, since only the kernels read them.
 Attention uses torch's flash kernel for CPUs (Dao 2023, "FlashAttention-2") for each run of neighbouring documents of equal
 length. That kernel knows neither windows nor value heads of another size than the keys'; those take query blocks of `_BLOCK`
 tokens against the keys they see. No buffer grows with the square of a document's length.
+
+Dims are those of `xtf.ops`, and kv_heads × group = heads. Custom ops themselves are annotated plainly: torch reads their schema from
+the annotations.
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
@@ -19,6 +22,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+from jaxtyping import Float, Int32
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
@@ -32,7 +36,15 @@ _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, *, scale: float, window: int | None = None) -> Tensor:
+def attention(
+    q: Float[Tensor, "T heads D"],
+    k: Float[Tensor, "T kv_heads D"],
+    v: Float[Tensor, "T kv_heads Dv"],
+    cu_seqlens: Int32[Tensor, " bounds"],
+    *,
+    scale: float,
+    window: int | None = None,
+) -> Float[Tensor, "T heads Dv"]:
     """Causal attention inside each document, see `xtf.ops.Attention`. Softmax is in float32, or float64 for float64 inputs.
 
     Raises:
@@ -179,8 +191,10 @@ def _(
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
-def _attention_buffers(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """(T, heads, value size) for the output and (T, heads) for the logarithm of the softmax's sum."""
+def _attention_buffers(
+    q: Float[Tensor, "T heads D"], v: Float[Tensor, "T kv_heads Dv"]
+) -> tuple[Float[Tensor, "T heads Dv"], Float[Tensor, "T heads"]]:
+    """For the output and for the logarithm of the softmax's sum."""
     out = q.new_zeros(q.shape[0], q.shape[1], v.shape[2])
     return out, q.new_zeros(q.shape[0], q.shape[1], dtype=torch.promote_types(q.dtype, torch.float32))
 
@@ -216,24 +230,26 @@ def _blocks(start: int, length: int, window: int | None, device: torch.device) -
         yield slice(a, b), slice(first, b), (back < 0) | (back >= (window or length))
 
 
-def _heads(t: Tensor, count: int) -> Tensor:
-    """(count × length, heads, size) as (count, heads, length, size), without a copy where the last dim is dense."""
+def _heads(t: Float[Tensor, "rows heads D"], count: int) -> Float[Tensor, "{count} heads length D"]:
+    """Documents of equal length, rows = count × length, side by side; without a copy where the last dim is dense."""
     t = t if t.stride(2) == 1 else t.contiguous()
     return t.view(count, -1, t.shape[1], t.shape[2]).transpose(1, 2)
 
 
-def _repeat(t: Tensor, group: int) -> Tensor:
+def _repeat(t: Float[Tensor, "rows kv_heads D"], group: int) -> Float[Tensor, "rows heads D"]:
     """Each key head once per query head that uses it."""
     return t if group == 1 else t.repeat_interleave(group, 1)
 
 
-def _split(t: Tensor, kv_heads: int, dtype: torch.dtype) -> Tensor:
-    """(rows, heads, size) as (rows, key heads, heads per key head, size)."""
+def _split(t: Float[Tensor, "rows heads D"], kv_heads: int, dtype: torch.dtype) -> Float[Tensor, "rows {kv_heads} group D"]:
+    """Query heads by the key head that they use."""
     return t.to(dtype).view(t.shape[0], kv_heads, -1, t.shape[2])
 
 
-def _scores(q: Tensor, k: Tensor, scale: float) -> Tensor:
-    """(key heads, heads per key head, queries, keys), at least float32."""
+def _scores(
+    q: Float[Tensor, "queries heads D"], k: Float[Tensor, "keys kv_heads D"], scale: float
+) -> Float[Tensor, "kv_heads group queries keys"]:
+    """At least float32."""
     dtype = torch.promote_types(q.dtype, torch.float32)
     return torch.einsum("qkgd,skd->kgqs", _split(q, k.shape[1], dtype), k.to(dtype)).mul_(scale)
 

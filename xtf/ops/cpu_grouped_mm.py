@@ -1,4 +1,7 @@
-"""Grouped matrix products on CPUs: one product per group, in the form that `xtf.ops.cpu` describes."""
+"""Grouped matrix products on CPUs: one product per group, in the form that `xtf.ops.cpu` describes.
+
+Dims are those of `xtf.ops`. Custom ops themselves are annotated plainly: torch reads their schema from the annotations.
+"""
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 # (torch's decorators of custom ops carry no types)
@@ -9,13 +12,14 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from jaxtyping import Float, Int32
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from xtf.ops.reference import check_grouped_mm
 
 
-def grouped_mm(x: Tensor, w: Tensor, offsets: Tensor) -> Tensor:
+def grouped_mm(x: Float[Tensor, "rows K"], w: Float[Tensor, "groups N K"], offsets: Int32[Tensor, " groups"]) -> Float[Tensor, "rows N"]:
     """The rows of each group times that group's matrix, one product per group, see `xtf.ops.GroupedMM`.
 
     Raises:

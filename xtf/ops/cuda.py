@@ -2,6 +2,8 @@
 
 Attention calls the forward and backward ops behind ``torch.nn.attention.varlen`` (FlashAttention), grouped products call
 ``torch.nn.functional.grouped_mm``; both in 16-bit dtypes only. Other dtypes take the reference, which synchronises with the host.
+
+Dims are those of `xtf.ops`.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from jaxtyping import Float, Int32
 from torch import Tensor
 
 from xtf.ops import Ops, reference
@@ -22,7 +25,15 @@ except ImportError as error:
 assert varlen  # imported for what it registers
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, *, scale: float, window: int | None = None) -> Tensor:
+def attention(
+    q: Float[Tensor, "T heads D"],
+    k: Float[Tensor, "T kv_heads D"],
+    v: Float[Tensor, "T kv_heads Dv"],
+    cu_seqlens: Int32[Tensor, " bounds"],
+    *,
+    scale: float,
+    window: int | None = None,
+) -> Float[Tensor, "T heads Dv"]:
     """Causal attention inside each document, see `xtf.ops.Attention`. Never run on hardware."""
     reference.check_attention(q, k, v, window)
     if q.dtype not in (torch.bfloat16, torch.float16) or q.shape[2] != v.shape[2]:
@@ -30,7 +41,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, *, scale: flo
     return _Attention.apply(q, k, v, cu_seqlens, scale, window)[0]
 
 
-def grouped_mm(x: Tensor, w: Tensor, offsets: Tensor) -> Tensor:
+def grouped_mm(x: Float[Tensor, "rows K"], w: Float[Tensor, "groups N K"], offsets: Int32[Tensor, " groups"]) -> Float[Tensor, "rows N"]:
     """The rows of each group times that group's matrix, see `xtf.ops.GroupedMM`. Never run on hardware."""
     reference.check_grouped_mm(x, w, offsets)
     if x.dtype is not torch.bfloat16:

@@ -2,6 +2,8 @@
 
 Attention is computed document by document, grouped products group by group, with torch's own operations and its own
 derivatives. The lengths are read on the host, so these do not compile with ``fullgraph=True`` and synchronise on a GPU.
+
+Dims are those of `xtf.ops`.
 """
 
 from __future__ import annotations
@@ -10,12 +12,21 @@ from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
+from jaxtyping import Float, Int32
 from torch import Tensor
 
 from xtf.ops import Ops
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, *, scale: float, window: int | None = None) -> Tensor:
+def attention(
+    q: Float[Tensor, "T heads D"],
+    k: Float[Tensor, "T kv_heads D"],
+    v: Float[Tensor, "T kv_heads Dv"],
+    cu_seqlens: Int32[Tensor, " bounds"],
+    *,
+    scale: float,
+    window: int | None = None,
+) -> Float[Tensor, "T heads Dv"]:
     """Causal softmax attention inside each document (Vaswani et al. 2017), see `xtf.ops.Attention`.
 
     Raises:
@@ -33,7 +44,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, *, scale: flo
     return torch.cat(parts) if parts else q.new_zeros(q.shape[0], q.shape[1], v.shape[2])
 
 
-def grouped_mm(x: Tensor, w: Tensor, offsets: Tensor) -> Tensor:
+def grouped_mm(x: Float[Tensor, "rows K"], w: Float[Tensor, "groups N K"], offsets: Int32[Tensor, " groups"]) -> Float[Tensor, "rows N"]:
     """The rows of each group times that group's matrix, see `xtf.ops.GroupedMM`.
 
     Raises:
@@ -76,7 +87,13 @@ def _host(values: Tensor) -> list[int]:
     return [int(value) for value in values]
 
 
-def _document(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
+def _document(
+    q: Float[Tensor, "length heads D"],
+    k: Float[Tensor, "length kv_heads D"],
+    v: Float[Tensor, "length kv_heads Dv"],
+    scale: float,
+    window: int | None,
+) -> Float[Tensor, "length heads Dv"]:
     """One document, all heads; scores are (heads, length, length)."""
     mask = None
     if window is not None:

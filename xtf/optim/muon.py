@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Literal, NamedTuple, get_args
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from xtf import tree
@@ -34,8 +35,13 @@ class MuonState(NamedTuple):
 
 
 def orthogonalize(
-    x: Tensor, *, steps: int = 5, coefficients: Coefficients = _COEFFICIENTS, eps: float = 1e-7, dtype: torch.dtype = torch.bfloat16
-) -> Tensor:
+    x: Float[Tensor, "*stack rows columns"],
+    *,
+    steps: int = 5,
+    coefficients: Coefficients = _COEFFICIENTS,
+    eps: float = 1e-7,
+    dtype: torch.dtype = torch.bfloat16,
+) -> Float[Tensor, "*stack rows columns"]:
     """Bring the singular values of each matrix near 1, by Newton-Schulz iterations ``x ← a x + (b xxᵀ + c (xxᵀ)²) x``.
 
     With the default coefficients they end between about 0.7 and 1.2, not at 1 (Jordan et al. 2024, "Muon: An optimizer for
@@ -67,8 +73,10 @@ def orthogonalize(
     return out.view(x.shape)
 
 
-def _newton_schulz(x: Tensor, steps: int, coefficients: Coefficients, eps: float) -> Tensor:
-    """`orthogonalize` of (matrices, rows, columns). Contiguous."""
+def _newton_schulz(
+    x: Float[Tensor, "matrices rows columns"], steps: int, coefficients: Coefficients, eps: float
+) -> Float[Tensor, "matrices rows columns"]:
+    """`orthogonalize` of one stack. Contiguous."""
     a, b, c = coefficients
     if wide := x.shape[-2] > x.shape[-1]:  # the smaller of the two Gram matrices
         x = x.transpose(-2, -1)
@@ -79,7 +87,7 @@ def _newton_schulz(x: Tensor, steps: int, coefficients: Coefficients, eps: float
     return (x.transpose(-2, -1) if wide else x).contiguous()
 
 
-def _norms(x: Tensor) -> Tensor:
+def _norms(x: Float[Tensor, "matrices rows columns"]) -> Float[Tensor, "matrices 1 1"]:
     return torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True)  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
 
 
