@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from einops import rearrange
 from jaxtyping import Float, Int, Int32
 from torch import Tensor
 
@@ -250,10 +251,10 @@ def attention_fn(size: int, eps: float, window: int | None, head_norms: bool, op
         cu_seqlens: Int32[Tensor, " bounds"],
     ) -> tuple[Float[Tensor, "T H"]]:
         h = rms_norm(x, params["norm"], eps)
-        q, k, v = (linear(params, name, h).unflatten(-1, (params[name].shape[0] // size, size)) for name in ("q", "k", "v"))
+        q, k, v = (rearrange(linear(params, name, h), "T (heads D) -> T heads D", D=size) for name in ("q", "k", "v"))
         q, k = (rotate(head_norm(params, name, t), cos, sin) for name, t in (("q_norm", q), ("k_norm", k)))
         mixed = ops.attention(q, k, v, cu_seqlens, scale=size**-0.5, window=window)
-        return (x + linear(params, "o", mixed.flatten(1)),)
+        return (x + linear(params, "o", rearrange(mixed, "T heads D -> T (heads D)")),)
 
     return fn
 

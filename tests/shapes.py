@@ -1,25 +1,31 @@
-"""Shapes checked while tests run: every call of an xtf function whose annotations are jaxtyping's is held to them, with beartype.
+"""Shapes checked while tests run: calls of xtf functions with jaxtyping's annotations are held to them, with beartype.
 
-`install` puts jaxtyping's import hook before xtf is imported. What it adds to a function differs from jaxtyping's own in three
-ways, so that it can be on in every test:
+`install` puts jaxtyping's import hook before xtf is imported. What the hook adds to a function differs from jaxtyping's own, so
+that it can be on in every test:
 
 * only functions with an annotation of a shape are wrapped; pyright checks all other types before anything runs;
-* Dynamo, which cannot trace the checks (``fullgraph=True`` would fail), sees the function itself;
+* arguments of shapes and dtypes that a function was found right for are not checked again: a full check takes 50 µs, which small
+  models would feel;
+* Dynamo, which cannot trace a check (``fullgraph=True`` would fail), sees the function itself;
 * a function that refuses bad input itself, with a ``ValueError``, may do so: tests of refusals see what users see.
 """
 
 from __future__ import annotations
 
 import functools
+import threading
 import types
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any, cast
 
 import jaxtyping
 import torch
+from torch import Tensor
 
 _jaxtyped: Callable[..., Any] = jaxtyping.jaxtyped
 _SHAPED = ("[Tensor, '", "Batch")  # how an annotation of a shape reads
+_RIGHT: set[Hashable] = set()  # the calls that were found right
+_LOCK = threading.Lock()  # simulated ranks are threads, and beartype need not bear two that make a check at once
 
 
 def install() -> None:
@@ -34,21 +40,45 @@ def _checked(*, typechecker: Callable[..., Any]) -> Callable[[Any], Any]:
         annotations: list[str] = [a for a in getattr(fn, "__annotations__", {}).values() if isinstance(a, str)]
         if not isinstance(fn, types.FunctionType) or not any(mark in a for a in annotations for mark in _SHAPED):
             return fn
-        # made when first called: models define a function or two for each layer, and many are never run
         return _wrapped(fn, functools.cache(lambda: _jaxtyped(fn, typechecker=typechecker)))
 
     return decorate
 
 
-def _wrapped(fn: Callable[..., Any], strict: Callable[[], Callable[..., Any]]) -> Callable[..., Any]:
+def _wrapped(fn: types.FunctionType, make_strict: Callable[[], Callable[..., Any]]) -> Callable[..., Any]:
     @functools.wraps(fn)
     def checked(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return fn(*args, **kwargs)
+        call = fn.__module__, fn.__qualname__, _kind(args), _kind(kwargs)
+        if call in _RIGHT:
+            return fn(*args, **kwargs)
+        with _LOCK:
+            strict = make_strict()
         try:
-            return strict()(*args, **kwargs)
-        except jaxtyping.TypeCheckError:
-            fn(*args, **kwargs)  # its own refusal, if it has one
+            out = strict(*args, **kwargs)
+        except jaxtyping.TypeCheckError as wrong:
+            try:
+                fn(*args, **kwargs)
+            except ValueError:
+                raise  # its own refusal
+            except Exception:
+                raise wrong from None
             raise
+        _RIGHT.add(call)
+        return out
 
     return checked
+
+
+def _kind(value: Any) -> Hashable:
+    """Equal for values that are right for the same annotations."""
+    if isinstance(value, Tensor):
+        if not all(type(size) is int for size in value.shape):
+            return object()  # equal to nothing: symbolic sizes, while a graph is traced, have no hash
+        return tuple(value.shape), value.dtype
+    if isinstance(value, Mapping):
+        return tuple((name, _kind(v)) for name, v in cast(Mapping[Any, Any], value).items())
+    if isinstance(value, tuple):
+        return type(value), tuple(_kind(v) for v in cast(tuple[Any, ...], value))
+    return value if isinstance(value, int | str | None) else type(value)

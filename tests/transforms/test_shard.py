@@ -199,17 +199,18 @@ def test_sharding_over_ranks_that_hold_the_same_tokens_is_refused() -> None:
     assert "embed.weight is sharded over data, whose ranks do not hold different gradients" in message
 
 
-def test_the_stack_names_axes_and_sizes() -> None:
+def test_the_step_says_its_axes() -> None:
     step = train_step(laws.model("tiny"), testing.default_optimizer())
 
-    def stacks(mesh: Any) -> list[str]:
+    def stacks(mesh: Any) -> list[tuple[str, list[str]]]:
         data, expert = mesh["data"], mesh["expert"]
         made = (shard(data, expert), shard(data, replicate=expert), shard(replicate=data), shard(data, regather=False))
-        return [one(step).stack[0] for one in made]
+        return [(one(step).stack[0], [axis.name for axis in one(step).token_axes]) for one in made]
 
+    # Every axis carries tokens of its own, that of replicas too: ranks that all took the same would break no law.
     assert simulate(stacks, data=2, expert=1)[0] == [
-        "shard(data=2, expert=1)",
-        "shard(data=2, replicate=expert=1)",
-        "shard(replicate=data=2)",
-        "shard(data=2, regather=False)",
+        ("shard(data=2, expert=1)", ["data", "expert"]),
+        ("shard(data=2, replicate=expert=1)", ["data", "expert"]),
+        ("shard(replicate=data=2)", ["data"]),
+        ("shard(data=2, regather=False)", ["data"]),
     ]

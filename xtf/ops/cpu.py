@@ -22,6 +22,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+from einops import rearrange, reduce
 from jaxtyping import Float, Int32
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
@@ -119,8 +120,9 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float
                 scores = _scores(q[queries], k[seen], scale).masked_fill_(hidden, -torch.inf)
                 lse = scores.logsumexp(-1)
                 weights = scores.sub_(lse.unsqueeze(-1)).exp_()
-                out[queries] = torch.einsum("kgqs,skd->qkgd", weights, v[seen].to(weights.dtype)).flatten(1, 2)
-                logsumexp[queries] = lse.flatten(0, 1).T
+                mixed = torch.einsum("kgqs,skd->qkgd", weights, v[seen].to(weights.dtype))
+                out[queries] = rearrange(mixed, "queries kv_heads group Dv -> queries (kv_heads group) Dv")
+                logsumexp[queries] = rearrange(lse, "kv_heads group queries -> queries (kv_heads group)")
     return out, logsumexp
 
 
@@ -149,21 +151,23 @@ def _attention_backward(
             grads = _flash_backward(douts, queries, keys, values, outs, lse, 0.0, True, scale=scale)
             for grad, whole in zip(grads, (dq, dk, dv), strict=True):
                 grad = grad.transpose(1, 2).flatten(0, 1)
-                whole[rows] = grad if whole is dq or group == 1 else grad.view(-1, kv_heads, group, grad.shape[2]).sum(2)
+                shared = whole is not dq and group > 1
+                whole[rows] = reduce(grad, "rows (kv_heads group) D -> rows kv_heads D", "sum", group=group) if shared else grad
             continue
         for start in range(begin, begin + count * length, length):
             # a key is seen from several blocks: sum in the dtype of the softmax
             document = slice(start, start + length)
             dk_sum, dv_sum = (torch.zeros(t[document].shape, dtype=logsumexp.dtype, device=t.device) for t in (k, v))
             for queries, seen, hidden in _blocks(start, length, window, q.device):
-                lse = logsumexp[queries].T.reshape(kv_heads, group, -1, 1)
+                lse = rearrange(logsumexp[queries], "queries (kv_heads group) -> kv_heads group queries 1", group=group)
                 weights = _scores(q[queries], k[seen], scale).sub_(lse).exp_().masked_fill_(hidden, 0)
                 grad, value, o, keys, query = (
                     _split(t, kv_heads, weights.dtype) for t in (dout[queries], v[seen], out[queries], k[seen], q[queries])
                 )
                 dscores = torch.einsum("qkgd,skd->kgqs", grad, value.squeeze(2)).sub_((grad * o).sum(-1).permute(1, 2, 0).unsqueeze(-1))
                 dscores.mul_(weights).mul_(scale)
-                dq[queries] = torch.einsum("kgqs,skd->qkgd", dscores, keys.squeeze(2)).flatten(1, 2)
+                dquery = torch.einsum("kgqs,skd->qkgd", dscores, keys.squeeze(2))
+                dq[queries] = rearrange(dquery, "queries kv_heads group D -> queries (kv_heads group) D")
                 local = slice(seen.start - start, seen.stop - start)
                 dk_sum[local] += torch.einsum("kgqs,qkgd->skd", dscores, query)
                 dv_sum[local] += torch.einsum("kgqs,qkgd->skd", weights, grad)
