@@ -72,7 +72,9 @@ def main(options: Options) -> None:
         batch = {name: value[chosen] for name, value in train.items()}
         state, metrics = step(state, xtf.split_batch(batch, mesh))
         if mesh.rank == 0:
-            print(f"step {i + 1:3d}  loss {metrics['loss']:.4f}  grad norm {metrics['grad_norm']:.3f}  tokens {metrics['tokens']}", flush=True)
+            print(
+                f"step {i + 1:3d}  loss {metrics['loss']:.4f}  grad norm {metrics['grad_norm']:.3f}  tokens {metrics['tokens']}", flush=True
+            )
     after = evaluate(step, state, test, mesh)
     xtf.save(step, state, options.out, tokenizer_from=options.model)
     if mesh.rank == 0:

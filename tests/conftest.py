@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: tests are small, and run beside each other
+
 import pytest
 import shapes
 from hypothesis import settings

@@ -11,8 +11,8 @@ import torch
 from torch._dynamo.utils import counters
 
 import xtf
-from xtf import testing
 from xtf import compile as compile_step
+from xtf import testing
 from xtf.compile import _CACHE, lowering  # pyright: ignore[reportPrivateUsage]
 from xtf.mesh import Mesh
 from xtf.transforms import chunk_loss, shard
@@ -163,7 +163,7 @@ def test_donated_state_is_reused_and_reading_it_raises() -> None:
 
 def test_bad_arguments() -> None:
     step = xtf.train_step(model(1), xtf.optim.adamw(lr=1e-2))
-    with pytest.raises(ValueError, match="'cuda_graphs'.*'inductor', 'aot_eager', 'eager'"):
+    with pytest.raises(ValueError, match=r"'cuda_graphs'.*'inductor', 'aot_eager', 'eager'"):
         compile_step(step, backend="cuda_graphs")  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match="unit='step'"):
         compile_step(step, unit="step")  # pyright: ignore[reportArgumentType]

@@ -35,7 +35,9 @@ def test_new_layout_is_short() -> None:
 def finetune(real_inputs: Path, out: Path, ranks: int, *flags: str) -> tuple[float, float]:
     """Run the example; the held-out loss before and after."""
     example = [str(ROOT / "examples" / "finetune.py"), "--model", str(real_inputs / "smollm2-135m"), "--out", str(out)]
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else [sys.executable]
+    launcher = (
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else [sys.executable]
+    )
     command = [*launcher, *example, "--data", str(real_inputs / "chat" / "alpaca_en.jsonl"), *flags]
     env = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True)

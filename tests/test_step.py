@@ -239,6 +239,19 @@ def test_muon_sees_whole_matrices_and_the_norm_counts_each_element_once() -> Non
     for layout in LAYOUTS:
         simulate(trial, **layout)
 
+    def owning(mesh: Mesh) -> None:
+        """Leaves on different axes: some on both, some on one, and the untrained on none."""
+        specs = tree.map_with_path(lambda path, s: dataclasses.replace(s, trainable="k_norm" not in path), laws.model("qwen3").specs)
+        step = shard(mesh["data"])(train_step(dataclasses.replace(laws.model("qwen3"), specs=specs), testing.default_optimizer()))
+        step = step.replace("owning", owned={"mlp": mesh["tensor"], "kv_heads": mesh["tensor"]})
+        every = laws.model("qwen3").init(3)
+        want = torch.stack([leaf.square().sum() for leaf in tree.leaves(every)]).sum().sqrt()
+        assert len({tuple(sorted(placement.axes)) for placement in step.placements.values()}) == 3
+        assert abs(step.placed().norm(step.place(every)) - want) <= 1e-14 * want
+        assert same(step.full(step.place(every)), every)
+
+    simulate(owning, data=2, tensor=3)
+
 
 def test_the_norm_of_a_large_float32_leaf_is_exact() -> None:
     """Summed one by one in float32, this is off by much more."""
