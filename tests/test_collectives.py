@@ -572,8 +572,12 @@ def test_keyboard_interrupt_ends_the_ranks() -> None:
         while True:
             mesh["data"].barrier()
 
-    with pytest.raises(KeyboardInterrupt):
-        simulate(body, data=3)
+    inherited = signal.signal(signal.SIGINT, signal.default_int_handler)  # shells start background jobs with SIGINT ignored
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            simulate(body, data=3)
+    finally:
+        signal.signal(signal.SIGINT, inherited)
     assert threading.active_count() == before
 
 

@@ -218,7 +218,7 @@ def test_the_record_agrees_about_what_is_gathered() -> None:
         assert came == sum(e.bytes for e in record.select("free", "gather")) > 0
 
 
-@pytest.mark.parametrize("sizes", [{"data": 2}, {"data": 5}, {"data": 8}, {"data": 2, "expert": 3}, {"data": 3, "replicate": 2}], ids=str)
+@pytest.mark.parametrize("sizes", [{"data": 5}, {"data": 2, "expert": 3}, {"data": 3, "replicate": 2}], ids=str)
 @pytest.mark.parametrize("model", ["qwen3_moe", "tiny"])
 def test_each_rank_keeps_its_part_of_parameters_and_moments(model: str, sizes: dict[str, int]) -> None:
     """1/n of each leaf but for the rounding of its rows, in storages of that size, after a step as at the start."""
@@ -246,13 +246,13 @@ def test_each_rank_keeps_its_part_of_parameters_and_moments(model: str, sizes: d
 
 def _deep() -> Model:
     return from_hf(
-        EVEN | {"model_type": "llama", "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 16}, dtype=torch.float32
+        EVEN | {"model_type": "llama", "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 12}, dtype=torch.float32
     )
 
 
 @pytest.mark.parametrize("n", [2, 4])
 def test_peak_memory_of_a_rank(n: int) -> None:
-    """Live bytes of a walk over 16 layers: this rank's part of the gradients, and three stages' worth of parameters (two that are
+    """Live bytes of a walk over 12 layers: this rank's part of the gradients, and three stages' worth of parameters (two that are
     gathered, and the gradient of one, or the buffer that one travels in); not the model."""
     model = _deep()
     whole, stage = nbytes(model), 3 * 128 * 256 * 4 + 128 * 4
@@ -266,7 +266,7 @@ def test_peak_memory_of_a_rank(n: int) -> None:
 
     for most, now, kept in simulate(lambda mesh: peak(mesh, shard(mesh["data"])), data=n):
         assert kept == whole // n and kept <= now < kept + 100
-        assert most < kept + 3 * stage < 0.75 * whole
+        assert most < kept + 3 * stage < 0.8 * whole
     for most, _, kept in simulate(lambda mesh: peak(mesh, shard(mesh["data"], regather=False)), data=n):
         assert kept == whole // n and most > whole
     for most, _, kept in simulate(lambda mesh: peak(mesh, shard(replicate=mesh["data"])), data=n):
@@ -311,10 +311,17 @@ def nbytes(model: Model, *, only: Sequence[str] = ()) -> int:
     return sum(spec.numel * 4 for path, spec in tree.items(model.specs).items() if not only or path in only)
 
 
-@pytest.mark.parametrize("n", [2, 4])
-@pytest.mark.parametrize("head", [compose(), chunk_loss(5)], ids=["plain", "chunked"])
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("moe", [False, True])
+@pytest.mark.parametrize(
+    ("moe", "tied", "head", "n"),
+    [
+        (False, False, compose(), 2),
+        (False, True, chunk_loss(5), 2),
+        (True, False, chunk_loss(5), 4),
+        (True, True, compose(), 2),
+        (False, False, chunk_loss(5), 4),
+        (False, True, compose(), 4),
+    ],
+)
 def test_bytes_per_micro_batch(moe: bool, tied: bool, head: testing.Transform, n: int) -> None:
     """(2 all-gathers + 1 reduce-scatter) × (n - 1)/n × bytes of parameters; embedding and head are gathered once each."""
     model = even(tied=tied, moe=moe)
