@@ -8,9 +8,9 @@ Parameters, gradients and optimizer state are split over the ranks (`shard`), th
 each rank reads only its own bytes of the checkpoint. The result is a Hugging Face folder again.
 """
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import tyro
@@ -18,6 +18,8 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 import xtf
+from xtf.checkpoint import read_config
+from xtf.checkpoint.writing import check_target
 from xtf.data import encode_chat, pack_documents, read_chat_jsonl
 from xtf.transforms import chunk_loss, shard
 
@@ -47,9 +49,8 @@ class Options:
     seed: int = 0
 
 
-def main(options: Options) -> None:
+def main(options: Options, config: dict[str, Any]) -> None:
     mesh = xtf.mesh(data=-1)
-    config = json.loads((options.model / "config.json").read_text())
     total = config["num_hidden_layers"]
     layers = total if options.layers is None else options.layers
     model = xtf.models.from_hf(config | {"num_hidden_layers": layers})
@@ -81,6 +82,18 @@ def main(options: Options) -> None:
         print(f"held-out loss {before:.4f} before, {after:.4f} after; saved to {options.out}")
 
 
+def check(options: Options) -> dict[str, Any]:
+    """Raise ValueError, before any work is done, if something is not there or the result could not be saved. Returns the config."""
+    missing = [f"--{name} {path}" for name, path in (("model", options.model), ("data", options.data)) if not path.exists()]
+    if missing:
+        raise ValueError(
+            f"there is no {' and no '.join(missing)}: `python tests/real_inputs.py real_inputs` brings those of the defaults, "
+            "or give your own checkpoint folder and chat file"
+        )
+    check_target(options.out, options.model)
+    return read_config(options.model)
+
+
 def conversations(options: Options) -> tuple[Batch, Batch]:
     """Packed rows to train on, and those of the held-out conversations."""
     tokenizer = AutoTokenizer.from_pretrained(options.model)
@@ -100,4 +113,9 @@ def evaluate(step: xtf.TrainStep, state: xtf.State, batch: Batch, mesh: xtf.Mesh
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Options))
+    chosen = tyro.cli(Options)
+    try:
+        config = check(chosen)
+    except ValueError as error:
+        raise SystemExit(f"finetune: {error}") from error
+    main(chosen, config)

@@ -32,7 +32,8 @@ def tensor_parallel(axis: Axis) -> Callable[[TrainStep], TrainStep]:
     def partial(stage: Stage) -> Stage:
         def fn(params: Any, x: Tensor, **consts: Any) -> tuple[Tensor, ...]:
             (y,) = stage.fn(params, x, **consts)  # x plus this rank's part
-            return (y - x * (1 - 1 / axis.size),)  # 1/n of x plus this rank's part: the sum over ranks has x once
+            # 1/n of x plus this rank's part: the sum over ranks has x once. (In 16 bits, subtract before the residual is added.)
+            return (y - x * (1 - 1 / axis.size),)
 
         return dataclasses.replace(stage, fn=fn, key=(stage.key, "tensor_parallel", axis.size), partial_over=(axis,))
 

@@ -8,11 +8,13 @@ Example:
 from __future__ import annotations
 
 import difflib
-import json
+import inspect
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from xtf.checkpoint.folder import CheckpointError, read_config, read_json
 from xtf.model import Model
 from xtf.models.llama import Config as LlamaConfig
 from xtf.models.llama import llama
@@ -49,19 +51,21 @@ def from_hf(source: str | Path | Mapping[str, Any], **options: Any) -> Model:
         options: passed to the family, as ``dtype=torch.bfloat16`` or ``z_loss=1e-4``.
 
     Raises:
-        ValueError: for a ``model_type`` that is not known, or fields that its family does not support.
-        FileNotFoundError: where there is no ``config.json``.
+        ValueError: for a ``model_type`` that is missing or not known, or fields that its family does not support; as
+            `xtf.CheckpointError` where there is no ``config.json``, or no valid one.
 
     Example:
         >>> from_hf(PRESETS["tiny-moe"].to_hf()).family
         'qwen3_moe'
     """
     config = _read(source)
-    model_type = str(config.get("model_type"))
-    if model_type not in FAMILIES:
+    model_type = config.get("model_type")
+    if model_type is None:
+        raise ValueError(f"model_type is missing in the config: add it; known are {', '.join(FAMILIES)}")
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise ValueError(f"model_type {model_type!r} is not supported; known are {', '.join(FAMILIES)}")
     family = FAMILIES[model_type]
-    return family.build(family.config.from_hf(config), **options)
+    return _build(family, family.config.from_hf(config), options)
 
 
 def preset(name: str, **options: Any) -> Model:
@@ -76,14 +80,31 @@ def preset(name: str, **options: Any) -> Model:
     """
     if name not in PRESETS:
         near = difflib.get_close_matches(name.lower(), PRESETS, cutoff=0.4)
-        hint = f"near are {', '.join(near)}" if near else f"known are {', '.join(PRESETS)}"
+        hint = f"did you mean {' or '.join(near)}?" if near else f"known are {', '.join(PRESETS)}"
         raise ValueError(f"no preset {name!r}; {hint}")
     config = PRESETS[name]
-    return next(family.build for family in FAMILIES.values() if isinstance(config, family.config))(config, **options)
+    return _build(next(family for family in FAMILIES.values() if isinstance(config, family.config)), config, options)
+
+
+def _build(family: Family, config: Any, options: Mapping[str, Any]) -> Model:
+    known = [name for name, parameter in inspect.signature(family.build).parameters.items() if parameter.kind == parameter.KEYWORD_ONLY]
+    unknown = sorted(set(options) - set(known))
+    if unknown:
+        raise ValueError(f"{family.build.__name__} does not know the option {', '.join(unknown)}; known are {', '.join(known)}")
+    return family.build(config, **options)
 
 
 def _read(source: str | Path | Mapping[str, Any]) -> Mapping[str, Any]:
     if isinstance(source, Mapping):
         return source
     path = Path(source)
-    return json.loads((path / "config.json" if path.is_dir() else path).read_text())
+    if path.suffix == ".json" and not path.is_dir():
+        return read_json(path, f"has no {path.name}")
+    if path.is_file():
+        return read_json(path, "")
+    if not path.exists() and re.fullmatch(r"[\w.-]+/[\w.-]+", str(source)):
+        raise CheckpointError(
+            f"no checkpoint folder at {source}; if it is the name of a model on the Hugging Face hub: xtf downloads nothing. "
+            f"Download it (`hf download {source} --local-dir DIR`) and give the folder"
+        )
+    return read_config(path)

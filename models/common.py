@@ -41,9 +41,11 @@ class DecoderConfig:
         initializer_range: standard deviation of initial weights.
         max_position_embeddings: tokens of context, for transformers and for ``dynamic`` scaling of positions.
         rope: the rotary embedding.
+        bos_token_id, eos_token_id, pad_token_id: of the tokenizer, so that what is saved generates, and stops, as what was read;
+            ``eos_token_id`` may be several. Training does not use them.
 
     Raises:
-        ValueError: for sizes that do not fit each other.
+        ValueError: for a field of a wrong type, and for sizes that do not fit each other.
     """
 
     vocab_size: int
@@ -58,11 +60,27 @@ class DecoderConfig:
     initializer_range: float = 0.02
     max_position_embeddings: int = 32768
     rope: Rope = field(default_factory=Rope)
+    bos_token_id: int | None = None
+    eos_token_id: int | tuple[int, ...] | None = None
+    pad_token_id: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim"):
             check_count(self, name, 1)
         check_count(self, "num_hidden_layers", 0)
+        check_count(self, "max_position_embeddings", 1)
+        for name in ("rms_norm_eps", "initializer_range"):
+            hf.check_number(name, getattr(self, name))
+        if not self.rms_norm_eps > 0:
+            raise ValueError(f"rms_norm_eps={self.rms_norm_eps!r}; expected a number above 0, as 1e-6")
+        if not self.initializer_range >= 0:
+            raise ValueError(f"initializer_range={self.initializer_range!r}; expected a number of at least 0, as 0.02")
+        hf.check_flag("tie_word_embeddings", self.tie_word_embeddings)
+        for name in TOKEN_IDS:
+            value = getattr(self, name)
+            several = value if name == "eos_token_id" and isinstance(value, tuple) else (value,)
+            for token in several if value is not None else ():
+                hf.check_integer(name, token)
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
                 f"num_attention_heads={self.num_attention_heads} must be a multiple of num_key_value_heads={self.num_key_value_heads}"
@@ -77,10 +95,17 @@ class DecoderConfig:
 
 def check_count(config: Any, name: str, least: int) -> None:
     """Refuse a field that is no integer of at least ``least``."""
-    value = getattr(config, name)
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ValueError(f"{name}={value!r}; expected an integer of at least {least}")
+    hf.check_integer(name, getattr(config, name), least)
 
+
+def check_dtype(dtype: object, family: str) -> None:
+    """Refuse what is no dtype at all, as the name of one."""
+    if not isinstance(dtype, torch.dtype):
+        hint = f"torch.{dtype}" if isinstance(dtype, str) and hasattr(torch, dtype) else "torch.float32 or torch.bfloat16"
+        raise ValueError(f"{family} got dtype={dtype!r}, a {type(dtype).__name__}; expected a torch.dtype, as {hint}")
+
+
+TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 SHARED = (
     "vocab_size",
@@ -94,6 +119,7 @@ SHARED = (
     "tie_word_embeddings",
     "initializer_range",
     "max_position_embeddings",
+    *TOKEN_IDS,
 )
 """The fields of `DecoderConfig` that a ``config.json`` has under the same name."""
 
@@ -103,13 +129,18 @@ def shared_from_hf(found: Mapping[str, Any], family: str) -> dict[str, Any]:
     ``num_key_value_heads`` must be among them, since families have different defaults."""
     sizes = {name: hf.required(found, name, family) for name in SHARED[:7]}
     rest = {name: found[name] for name in SHARED[7:] if name in found}
+    if isinstance(rest.get("eos_token_id"), list):
+        rest["eos_token_id"] = tuple(rest["eos_token_id"])
     rope = Rope.from_hf(found, hf.required(found, "max_position_embeddings", family))
     return {**sizes, **rest, "rope": rope}
 
 
 def shared_to_hf(config: DecoderConfig) -> dict[str, Any]:
     """The fields of ``config.json`` that every family has."""
-    return {name: getattr(config, name) for name in SHARED} | {
+    fields = {name: getattr(config, name) for name in SHARED}
+    if isinstance(config.eos_token_id, tuple):
+        fields["eos_token_id"] = list(config.eos_token_id)
+    return {name: value for name, value in fields.items() if value is not None} | {
         "rope_parameters": config.rope.to_hf(),
         "hidden_act": "silu",
         "attention_dropout": 0.0,

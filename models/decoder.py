@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 
 from xtf.checkpoint_map import Named, Source
-from xtf.model import AuxLoss, Model, cross_entropy
+from xtf.model import AuxLoss, Model, cross_entropy, loss_writes
 from xtf.models.common import DecoderConfig, Leaves, Part, embed_fn, embed_rule, norm_fn
 from xtf.models.rope import tables
 from xtf.ops import Ops
@@ -79,7 +79,7 @@ def decoder(
                 (key, "loss", z_loss),
                 {"weight": head},
                 ("x",),
-                ("loss",),
+                loss_writes(z_loss),
                 ("targets", "weights", "normalizer"),
             ),
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -9,10 +10,8 @@ _BOOKKEEPING = frozenset(
     {
         "architectures",
         "attn_implementation",
-        "bos_token_id",
         "decoder_start_token_id",
         "dtype",
-        "eos_token_id",
         "finetuning_task",
         "id2label",
         "is_llama_config",
@@ -22,7 +21,6 @@ _BOOKKEEPING = frozenset(
         "output_attentions",
         "output_hidden_states",
         "output_router_logits",
-        "pad_token_id",
         "prefix",
         "pretraining_tp",
         "problem_type",
@@ -55,6 +53,33 @@ _ONLY: dict[str, Any] = {
 }
 """Fields that are supported with one value only."""
 
+_INTEGERS = frozenset(
+    {
+        "bos_token_id",
+        "decoder_sparse_step",
+        "head_dim",
+        "hidden_size",
+        "intermediate_size",
+        "max_position_embeddings",
+        "max_window_layers",
+        "moe_intermediate_size",
+        "num_attention_heads",
+        "num_experts",
+        "num_experts_per_tok",
+        "num_hidden_layers",
+        "num_key_value_heads",
+        "num_local_experts",
+        "original_max_position_embeddings",
+        "pad_token_id",
+        "sliding_window",
+        "vocab_size",
+    }
+)
+_NUMBERS = frozenset({"initializer_range", "partial_rotary_factor", "rms_norm_eps", "rope_theta", "router_aux_loss_coef"})
+_FLAGS = frozenset({"attention_bias", "mlp_bias", "norm_topk_prob", "tie_word_embeddings", "use_sliding_window"})
+_LISTS = frozenset({"layer_types", "mlp_only_layers"})
+_OBJECTS = frozenset({"rope_parameters", "rope_scaling"})
+
 _ROPE = frozenset({"rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor", "original_max_position_embeddings"})
 
 
@@ -71,7 +96,7 @@ def read(config: Mapping[str, Any], *, family: str, model_types: Collection[str]
         ``config`` without bookkeeping, and without fields that are ``None`` (which in transformers stands for a default).
 
     Raises:
-        ValueError: for another ``model_type``, and for a field that is unknown or has a value that is not supported.
+        ValueError: for another ``model_type``, and for a field that is unknown, of a wrong type, or has a value that is not supported.
 
     Example:
         >>> read({"model_type": "llama", "vocab_size": 8, "use_cache": True}, family="llama", model_types=["llama"], known=["vocab_size"])
@@ -89,6 +114,7 @@ def read(config: Mapping[str, Any], *, family: str, model_types: Collection[str]
             if value != _ONLY[name]:
                 raise ValueError(f"{family} does not support {name}={value!r} in the config; only {_ONLY[name]!r} is supported")
         elif name in known or name in _ROPE:
+            _check_type(name, value)
             found[name] = value
         else:
             raise ValueError(
@@ -107,3 +133,64 @@ def required(found: Mapping[str, Any], name: str, family: str) -> Any:
     if name not in found:
         raise ValueError(f"{family} needs the config field {name!r}, which is missing or null: add it to the config")
     return found[name]
+
+
+def head_size(found: Mapping[str, Any], family: str) -> int:
+    """``head_dim``, or where a config leaves it out, ``hidden_size`` shared out among the heads.
+
+    Raises:
+        ValueError: if the heads cannot share it out evenly, in halves that are rotated together.
+
+    Example:
+        >>> head_size({"hidden_size": 12, "num_attention_heads": 3}, "llama")
+        4
+    """
+    if "head_dim" in found:
+        return found["head_dim"]
+    hidden, heads = (required(found, name, family) for name in ("hidden_size", "num_attention_heads"))
+    if heads < 1 or hidden % (2 * heads):
+        raise ValueError(
+            f"head_dim is not in the config, and hidden_size={hidden} / num_attention_heads={heads}, from which it is derived, "
+            "is no even integer: give head_dim, or sizes that fit"
+        )
+    return hidden // heads
+
+
+def check_integer(name: str, value: object, least: int | None = None) -> None:
+    """Refuse a value that is no integer, or less than ``least``."""
+    expected = "an integer" if least is None else f"an integer of at least {least}"
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise _wrong_type(name, value, expected)
+    if least is not None and value < least:
+        raise ValueError(f"{name}={value!r}; expected {expected}")
+
+
+def check_number(name: str, value: object) -> None:
+    """Refuse a value that is no finite number."""
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        raise _wrong_type(name, value, "a number")
+    if not math.isfinite(value):
+        raise ValueError(f"{name}={value!r}; expected a finite number")
+
+
+def check_flag(name: str, value: object) -> None:
+    """Refuse a value that is not true or false."""
+    if not isinstance(value, bool):
+        raise _wrong_type(name, value, "true or false")
+
+
+def _check_type(name: str, value: object) -> None:
+    if name in _INTEGERS:
+        check_integer(name, value)
+    elif name in _NUMBERS:
+        check_number(name, value)
+    elif name in _FLAGS:
+        check_flag(name, value)
+    elif name in _LISTS and not isinstance(value, (list, tuple)):
+        raise _wrong_type(name, value, "a list")
+    elif name in _OBJECTS and not isinstance(value, Mapping):
+        raise _wrong_type(name, value, 'an object, as {"rope_type": "yarn", "factor": 4.0, ...}')
+
+
+def _wrong_type(name: str, value: object, expected: str) -> ValueError:
+    return ValueError(f"{name}={value!r} is a {type(value).__name__}; expected {expected}")

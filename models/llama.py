@@ -10,7 +10,7 @@ import torch
 
 from xtf.model import Model
 from xtf.models import hf, windows
-from xtf.models.common import SHARED, DecoderConfig, Leaves, attention, mlp, shared_from_hf, shared_to_hf
+from xtf.models.common import SHARED, DecoderConfig, Leaves, attention, check_count, check_dtype, mlp, shared_from_hf, shared_to_hf
 from xtf.models.decoder import decoder
 
 _ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM"}
@@ -52,6 +52,10 @@ class Config(DecoderConfig):
             raise ValueError("qwen2 has biases on queries, keys and values and nowhere else: leave attention_bias and mlp_bias false")
         if self.model_type == "llama" and (self.sliding_window is not None or self.layer_types):
             raise ValueError("llama has no sliding windows: leave sliding_window and layer_types unset, or use model_type='qwen2'")
+        for name in ("attention_bias", "mlp_bias"):
+            hf.check_flag(name, getattr(self, name))
+        if self.sliding_window is not None:
+            check_count(self, "sliding_window", 1)
         windows.check(self.sliding_window, self.layer_types, self.num_hidden_layers)
 
     @staticmethod
@@ -66,7 +70,7 @@ class Config(DecoderConfig):
         found = hf.read(config, family="llama", model_types=tuple(_ARCHITECTURES), known=known)
         heads = hf.required(found, "num_attention_heads", "llama")
         found.setdefault("num_key_value_heads", heads)
-        found.setdefault("head_dim", hf.required(found, "hidden_size", "llama") // heads)
+        found["head_dim"] = hf.head_size(found, "llama")
         found.setdefault("max_position_embeddings", 2048 if model_type == "llama" else 32768)
         own: dict[str, Any] = {name: found[name] for name in ("attention_bias", "mlp_bias") if name in found}
         if model_type == "qwen2":
@@ -93,6 +97,7 @@ def llama(config: Config, *, dtype: torch.dtype = torch.float32, z_loss: float =
     Raises:
         ValueError: for a dtype that is not floating or a negative coefficient.
     """
+    check_dtype(dtype, "llama")
     leaves = Leaves(dtype, config.initializer_range)
     qkv_bias = config.attention_bias or config.model_type == "qwen2"
     layers = [

@@ -10,7 +10,7 @@ import torch
 
 from xtf.model import Model
 from xtf.models import hf, windows
-from xtf.models.common import SHARED, DecoderConfig, Leaves, attention, mlp, shared_from_hf, shared_to_hf
+from xtf.models.common import SHARED, DecoderConfig, Leaves, attention, check_count, check_dtype, mlp, shared_from_hf, shared_to_hf
 from xtf.models.decoder import decoder
 
 _KNOWN = (*SHARED, "attention_bias", "use_sliding_window", "sliding_window", "max_window_layers", "layer_types")
@@ -38,6 +38,9 @@ class Config(DecoderConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        hf.check_flag("attention_bias", self.attention_bias)
+        if self.sliding_window is not None:
+            check_count(self, "sliding_window", 1)
         windows.check(self.sliding_window, self.layer_types, self.num_hidden_layers)
 
     @staticmethod
@@ -75,6 +78,7 @@ def qwen3(config: Config, *, dtype: torch.dtype = torch.float32, z_loss: float =
     Raises:
         ValueError: for a dtype that is not floating or a negative coefficient.
     """
+    check_dtype(dtype, "qwen3")
     leaves = Leaves(dtype, config.initializer_range)
     bias = config.attention_bias
     layers = [

@@ -10,7 +10,7 @@ import torch
 
 from xtf.model import Model
 from xtf.models import hf
-from xtf.models.common import SHARED, DecoderConfig, Leaves, Part, attention, check_count, mlp, shared_from_hf, shared_to_hf
+from xtf.models.common import SHARED, DecoderConfig, Leaves, Part, attention, check_count, check_dtype, mlp, shared_from_hf, shared_to_hf
 from xtf.models.decoder import decoder
 from xtf.models.moe import mixture, router_loss
 
@@ -73,8 +73,13 @@ class Config(DecoderConfig):
             check_count(self, name, 1)
         if self.num_experts_per_tok > self.num_experts:
             raise ValueError(f"num_experts_per_tok={self.num_experts_per_tok} is more than num_experts={self.num_experts}")
+        for name in ("norm_topk_prob", "attention_bias"):
+            hf.check_flag(name, getattr(self, name))
+        hf.check_number("router_aux_loss_coef", self.router_aux_loss_coef)
         if not self.router_aux_loss_coef >= 0:
             raise ValueError(f"router_aux_loss_coef={self.router_aux_loss_coef!r}; expected a number of at least 0")
+        for layer in self.mlp_only_layers:
+            hf.check_integer("mlp_only_layers", layer)
         outside = [i for i in self.mlp_only_layers if not 0 <= i < self.num_hidden_layers]
         if outside:
             raise ValueError(f"mlp_only_layers has {outside}; layers are numbered 0 to {self.num_hidden_layers - 1}")
@@ -95,12 +100,12 @@ class Config(DecoderConfig):
             ValueError: for what is missing or not supported, by name.
         """
         found = hf.read(config, family="qwen3_moe", model_types=("qwen3_moe",), known=_KNOWN)
-        heads, hidden = (hf.required(found, name, "qwen3_moe") for name in ("num_attention_heads", "hidden_size"))
-        found.setdefault("head_dim", hidden // heads)
+        found["head_dim"] = hf.head_size(found, "qwen3_moe")
         found.setdefault("max_position_embeddings", 32768)
-        found.setdefault("num_experts", found.get("num_local_experts", 128))  # transformers 5 writes the second name
+        if "num_local_experts" in found:  # transformers 5 writes this name
+            found.setdefault("num_experts", found["num_local_experts"])
         own = {name: found[name] for name in _OWN if name in found}
-        for name in ("moe_intermediate_size", "num_experts_per_tok"):
+        for name in ("moe_intermediate_size", "num_experts", "num_experts_per_tok"):
             hf.required(found, name, "qwen3_moe")
         return Config(
             **shared_from_hf(found, "qwen3_moe"),
@@ -145,6 +150,7 @@ def qwen3_moe(
     Raises:
         ValueError: for a dtype that is not floating, a negative coefficient, or another ``aux``.
     """
+    check_dtype(dtype, "qwen3_moe")
     if aux not in ("microbatch", "step", "pooled"):
         raise ValueError(f"qwen3_moe got aux={aux!r}; expected 'microbatch', 'step' or 'pooled'")
     if not router_z_loss >= 0:

@@ -22,6 +22,8 @@ import torch
 from jaxtyping import Float, Int, Int32
 from torch import Tensor
 
+from xtf.models import hf
+
 KINDS = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
 """The kinds of scaling that are known."""
 
@@ -42,7 +44,20 @@ _USED = {
     "longrope": ("factor", "original_max_position_embeddings", "attention_factor", "short_factor", "long_factor"),
     "llama3": ("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
 }
+_NUMBERS = (
+    "theta",
+    "factor",
+    "original_max_position_embeddings",
+    "attention_factor",
+    "beta_fast",
+    "beta_slow",
+    "mscale",
+    "mscale_all_dim",
+    "low_freq_factor",
+    "high_freq_factor",
+)
 _KNOWN = {"rope_type", "type", "rope_theta", "partial_rotary_factor", *(name for names in _USED.values() for name in names)}
+_UNSCALED = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
 
 
 @dataclass(frozen=True)
@@ -60,7 +75,7 @@ class Rope:
         short_factor, long_factor: of ``longrope`` (Ding et al. 2024), one number for each pair of dims.
 
     Raises:
-        ValueError: for an unknown kind or a missing field.
+        ValueError: for an unknown kind, a missing field, or one that is no number.
 
     Example:
         >>> inverse_frequencies(Rope(theta=100.0), 4).tolist()
@@ -85,6 +100,18 @@ class Rope:
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise ValueError(f"rope_type {self.kind!r} is not supported; known are {', '.join(KINDS)}")
+        for name in _NUMBERS:
+            value = getattr(self, name)
+            if value is not None:
+                hf.check_number(f"rope {name}", value)
+        hf.check_flag("rope truncate", self.truncate)
+        for name in ("factor", "original_max_position_embeddings"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ValueError(f"rope {name}={value!r}; expected a positive number")
+        for name in ("short_factor", "long_factor"):
+            for value in getattr(self, name) or ():
+                hf.check_number(f"rope {name}", value)
         if not self.theta > 0:
             raise ValueError(f"rope_theta is {self.theta!r}; expected a positive number")
         optional = {"attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"}
@@ -101,17 +128,27 @@ class Rope:
         Raises:
             ValueError: for a kind, a field or a layout that is not supported.
         """
-        given: dict[str, Any] = dict(config.get("rope_scaling") or config.get("rope_parameters") or {})
+        where = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
+        stated: Any = config.get(where) or {}
+        if not isinstance(stated, Mapping):
+            raise ValueError(
+                f'{where}={stated!r} is a {type(stated).__name__}; expected an object, as {{"rope_type": "yarn", "factor": 4.0, ...}}'
+            )
+        given: dict[str, Any] = dict(cast("Mapping[str, Any]", stated))
         nested = sorted(name for name, value in given.items() if isinstance(value, Mapping))
         if nested:
-            raise ValueError(f"rope_parameters differ by layer type ({', '.join(nested)}): one set for all layers is supported")
+            raise ValueError(f"{where} differ by layer type ({', '.join(nested)}): one set for all layers is supported")
         unknown = sorted(set(given) - _KNOWN)
         if unknown:
-            raise ValueError(f"rope_parameters has unknown fields {', '.join(unknown)}; known are {', '.join(sorted(_KNOWN))}")
+            raise ValueError(f"{where} has unknown fields {', '.join(unknown)}; known are {', '.join(sorted(_KNOWN))}")
         partial = given.get("partial_rotary_factor", config.get("partial_rotary_factor"))
         if partial not in (None, 1, 1.0):
             raise ValueError(f"partial_rotary_factor={partial!r} is not supported: the whole head is rotated")
-        kind = str(given.get("rope_type") or given.get("type") or "default")
+        typed = given.get("rope_type") or given.get("type")
+        scaling = sorted(name for name in set(given) - _UNSCALED if given[name] is not None)
+        if not typed and scaling:
+            raise ValueError(f"{where} gives {', '.join(scaling)} but no rope_type: add one of {', '.join(KINDS)}, or remove the rest")
+        kind = str(typed or "default")
         if kind not in KINDS:
             raise ValueError(f"rope_type {kind!r} is not supported; known are {', '.join(KINDS)}")
         used = {name: given[name] for name in _USED[kind] if given.get(name) is not None}
@@ -120,12 +157,16 @@ class Rope:
         elif "original_max_position_embeddings" in _USED[kind]:
             original = config.get("original_max_position_embeddings") or used.get("original_max_position_embeddings")
             used["original_max_position_embeddings"] = original or max_position_embeddings
-        if kind in ("yarn", "longrope"):
+        if kind == "longrope":
+            hf.check_integer("rope original_max_position_embeddings", used["original_max_position_embeddings"], 1)
             used.setdefault("factor", max_position_embeddings / used["original_max_position_embeddings"])
         for name in ("short_factor", "long_factor"):
             if name in used:
-                used[name] = tuple(float(value) for value in used[name])
+                if not isinstance(used[name], (list, tuple)):
+                    raise ValueError(f"{where} {name}={used[name]!r} is a {type(used[name]).__name__}; expected a list of numbers")
+                used[name] = tuple(used[name])
         base = given.get("rope_theta") or config.get("rope_theta") or theta
+        hf.check_number("rope_theta", base)
         return Rope(theta=float(base), kind=kind, **used)
 
     def to_hf(self) -> dict[str, Any]:

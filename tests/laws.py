@@ -138,7 +138,7 @@ def batch(name: str) -> dict[str, Tensor]:
     """A global batch of the small models' vocabulary.
 
     ``documents``: packed, weighted, unequal, a row without targets. ``plain``: ids and labels only. ``one_rank``: all labels in
-    the first row, so that all ranks but one have none. ``ignored``: no label at all. ``no_labels``: not even the key. ``row``:
+    the first row, so that all ranks but one have none. ``ignored``: no label at all. ``row``:
     one row. ``token``: one token, which is no target. ``weights``: weights that differ by a thousand, some 0.
     """
     whole = testing.random_batch(61)
@@ -154,8 +154,6 @@ def batch(name: str) -> dict[str, Tensor]:
             return ids | {"labels": labels}
         case "ignored":
             return whole | {"labels": torch.full_like(whole["labels"], -100)}
-        case "no_labels":
-            return ids
         case "row":
             return {key: value[:1] for key, value in whole.items()}
         case "token":

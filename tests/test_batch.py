@@ -37,6 +37,10 @@ IDS = torch.tensor([[3, 1, 4], [1, 5, 2]])
         ({"input_ids": IDS, "positions": IDS.float()}, r"batch\['positions'\] must be integer, got torch.float32"),
         ({"input_ids": IDS, "loss_weights": IDS}, r"batch\['loss_weights'\] must be floating, got torch.int64"),
         ({"input_ids": IDS, "loss_weights": IDS.to(torch.complex64)}, r"batch\['loss_weights'\] must be floating, got torch.complex64"),
+        ({"input_ids": IDS, "loss_weights": -IDS.float()}, r"batch\['loss_weights'\] has negative or non-finite values"),
+        ({"input_ids": IDS, "loss_weights": IDS / 0}, r"batch\['loss_weights'\] has negative or non-finite values"),
+        ({"input_ids": IDS, "loss_weights": IDS * torch.nan}, r"batch\['loss_weights'\] has negative or non-finite values"),
+        ([IDS], r"a batch is a dict of tensors \[.*\], got list"),
         ({"input_ids": IDS + 1}, r"batch\['input_ids'\] holds the id 6, outside the model's vocabulary of 6 \(0 to 5\)"),
         ({"input_ids": IDS - 2}, r"batch\['input_ids'\] holds the id -1, outside"),
         ({"input_ids": IDS, "labels": IDS + 1}, r"batch\['labels'\] holds the id 6, outside"),
@@ -55,7 +59,7 @@ def test_what_is_a_batch_is_not(dtype: torch.dtype) -> None:
         {"input_ids": IDS.to(dtype), "labels": labels, "loss_weights": IDS.bfloat16(), "document_ids": IDS - 9, "positions": IDS}, 6
     )
     check_batch({"input_ids": IDS[:0], "labels": IDS[:0]}, 6)
-    check_batch({"input_ids": IDS.to("meta"), "labels": IDS.to("meta")}, 6)  # nothing to look at
+    check_batch({"input_ids": IDS.to("meta"), "labels": IDS.to("meta"), "loss_weights": IDS.float().to("meta")}, 6)  # nothing to look at
 
 
 def test_constants_of_packed_documents() -> None:

@@ -6,6 +6,8 @@ import io
 import json
 import math
 import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,10 @@ from xtf import cli
 from xtf.data import demo_tokenizer
 from xtf.run import MetricsWriter, Progress, generate, plot_loss, read_metrics
 from xtf.run.interrupt import Interrupted, deferred_interrupt
+from xtf.run.memory import available_memory, check_fits
 from xtf.run.plot import smoothed
+
+ROOT = Path(__file__).parents[1]
 
 # ---- progress ----
 
@@ -292,7 +297,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize(
     ("args", "words"),
-    [(["--help"], ["train"]), (["train", "--help"], ["--steps", "--seed", "--out RUN_DIR", "--backend", "Updates to make"])],
+    [(["--help"], ["train"]), (["train", "--help"], ["--steps", "--seed", "--out RUN_DIR", "--backend", "Updates to make", "qwen3-0.6b"])],
 )
 def test_help_shows_what_can_be_done(args: list[str], words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
@@ -302,12 +307,80 @@ def test_help_shows_what_can_be_done(args: list[str], words: list[str], capsys: 
     assert all(word in out for word in words)
 
 
-@pytest.mark.parametrize("args", [[], ["trian"], ["train", "--step", "3"], ["train", "--steps", "many"], ["train", "--backend", "fast"]])
+@pytest.mark.parametrize("args", [[], ["train", "--step", "3"], ["train", "--steps", "many"], ["train", "--backend", "fast"]])
 def test_what_cannot_be_parsed_ends_with_2(args: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         cli.main(args)
     assert ended.value.code == 2
-    assert "--help" in capsys.readouterr().err
+    assert ("xtf train --help" if args else "xtf --help") in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("command", "hint"), [("trian", "did you mean train?"), ("fly", "there is train.")])
+def test_unknown_commands_name_known_ones(command: str, hint: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([command]) == 2
+    assert capsys.readouterr().err == f"xtf: no command {command!r}; {hint} See xtf --help\n"
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("[alloc_cpu.cpp:132] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes."),
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nSee the documentation"),
+        MemoryError(),
+    ],
+)
+def test_too_little_memory_is_one_message(error: Exception, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def fail(options: Any) -> None:
+        raise error
+
+    monkeypatch.setattr("xtf.run.train.run", fail)
+    assert cli.main(["train"]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("xtf: out of memory") and err.count("\n") == 1 and "try a smaller --batch" in err
+    assert str(error).partition("\n")[0] in err
+
+
+def test_other_failures_keep_their_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(options: Any) -> None:
+        raise RuntimeError("shapes differ")
+
+    monkeypatch.setattr("xtf.run.train.run", fail)
+    with pytest.raises(RuntimeError, match="shapes differ"):
+        cli.main(["train"])
+
+
+def test_a_model_that_does_not_fit_is_refused_first(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr("xtf.run.train.available_memory", lambda: 24 * 10**9)
+    assert cli.main(["train", "--preset", "llama-3.1-8b", "--out", str(tmp_path / "run")]) == 2
+    err = capsys.readouterr().err
+    assert "--preset llama-3.1-8b needs 128.5 GB for 8.03 B parameters" in err and "24.0 GB available" in err
+    assert not (tmp_path / "run").exists()
+
+
+def test_available_memory_is_a_number_of_bytes() -> None:
+    import psutil
+
+    available = available_memory()
+    assert available is not None and 0 < available <= psutil.virtual_memory().total
+    check_fits(10**18, None, "a model")  # where it is not known, nothing is refused
+
+
+@pytest.mark.parametrize("args", [["train"], ["--version"]])
+def test_the_script_while_it_imports(args: list[str], tmp_path: Path) -> None:
+    """Ctrl-C during imports, which take seconds, is quiet; and ``--version`` imports nothing."""
+    (tmp_path / "xtf").mkdir()
+    (tmp_path / "xtf" / "__init__.py").write_text("import signal\ntry: signal.raise_signal(signal.SIGINT)\nexcept BaseException: pass\n")
+    (tmp_path / "xtf-7.0.dist-info").mkdir()
+    (tmp_path / "xtf-7.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: xtf\nVersion: 7.0\n")
+    script = (
+        f"import signal, sys; sys.path[:0] = [{str(tmp_path)!r}, {str(ROOT)!r}]; sys.argv = ['xtf', *{args!r}]\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\nimport xtf_command; sys.exit(xtf_command.main())"
+    )
+    ended = subprocess.run([sys.executable, "-I", "-c", script], capture_output=True, text=True, timeout=60)
+    wanted = (0, "xtf 7.0\n", "") if args == ["--version"] else (130, "", "")
+    assert (ended.returncode, ended.stdout, ended.stderr) == wanted
 
 
 @pytest.mark.parametrize(
@@ -370,6 +443,7 @@ def test_train_from_start_to_end(capsys: pytest.CaptureFixture[str], tmp_path: P
     one, other = (read_metrics(folder) for folder in folders)
     assert [row["step"] for row in one] == [1, 2, 3]
     assert all(math.isfinite(number(row["loss"])) and row["tokens"] == 2 * 31 for row in one)
+    assert number(one[-1]["tokens_per_second"]) > 0
     assert number(one[-1]["held_out_loss"]) < math.log(2048) + 0.5 and "held_out_loss" not in one[0]
     assert [{k: v for k, v in row.items() if k != "tokens_per_second"} for row in one] == [
         {k: v for k, v in row.items() if k != "tokens_per_second"} for row in other
@@ -389,6 +463,21 @@ def test_train_from_start_to_end(capsys: pytest.CaptureFixture[str], tmp_path: P
     assert "Elizabeth could not but smile at" + text + "\n" == sample  # the checkpoint is the model that wrote
 
 
+def test_ctrl_c_before_the_first_step_says_that_nothing_was_trained(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    def pressed(*args: Any, **options: Any) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("xtf.step.TrainStep.__call__", pressed)
+    assert cli.main(["train", "--steps", "9", "--out", str(tmp_path / "run"), *SMALL]) == 130
+    said = "xtf: stopped before the first step was done: nothing was trained"
+    assert f"{said}; saved in {tmp_path / 'run'}: config.json, metrics.jsonl\n" in capsys.readouterr().err
+    monkeypatch.setattr("xtf.run.train.Tokens.demo", pressed)
+    assert cli.main(["train", *SMALL]) == 130
+    assert capsys.readouterr().err == f"{said}\n"
+
+
 def test_ctrl_c_keeps_the_steps_that_were_done(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     from xtf.step import TrainStep
 
@@ -405,7 +494,7 @@ def test_ctrl_c_keeps_the_steps_that_were_done(monkeypatch: pytest.MonkeyPatch, 
     err = capsys.readouterr().err
     saved = "checkpoint/, config.json, loss.png, metrics.jsonl"
     assert f"xtf: stopped after step 2 of 9; saved in {tmp_path / 'run'}: {saved}\n" in err
-    assert "Ctrl-C again stops at once" in err
+    assert "Ctrl-C again stops at once and loses the steps that are not saved yet" in err
     rows = read_metrics(tmp_path / "run")
     assert [row["step"] for row in rows] == [1, 2] and "held_out_loss" in rows[-1]
     model = xtf.models.from_hf(tmp_path / "run" / "checkpoint")

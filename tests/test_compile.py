@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -169,3 +170,42 @@ def test_bad_arguments() -> None:
         compile_step(step, unit="step")  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match="already compiled for 'aot_eager'"):
         compile_step(compile_step(step, backend="aot_eager"))
+
+
+def scaled(factor: float, *, key: bool) -> Callable[[xtf.TrainStep], xtf.TrainStep]:
+    """Multiplies what each MLP adds by a factor, and forgets to say so in the stage's key, or says too little."""
+
+    def scale(stage: xtf.Stage) -> xtf.Stage:
+        def fn(params: Any, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            return (x + factor * (stage.fn(params, x)[0] - x),)
+
+        return dataclasses.replace(stage, fn=fn, key=(stage.key, "scaled") if key else stage.key)
+
+    def rewrite(step: xtf.TrainStep, program: Any) -> Any:
+        return tuple(scale(node) if getattr(node, "kind", "") == "mlp" else node for node in program)
+
+    return lambda step: step.replace("scaled()", rewrites=(*step.rewrites, rewrite))
+
+
+@pytest.mark.parametrize("key", [False, True])
+def test_a_key_that_says_too_little_does_not_bring_another_functions_code(key: bool) -> None:
+    small = testing.small_models()["llama"]
+    compiled_with = lambda factor: lambda step: compile_step(scaled(factor, key=key)(step), backend="aot_eager")  # noqa: E731
+    testing.check(compiled_with(1.0), model=small)
+    with pytest.raises(testing.LawError):
+        testing.check(compiled_with(3.0), model=small)
+    testing.check(lambda step: compile_step(step, backend="aot_eager"), model=small)  # what came before has left nothing behind
+
+
+def test_a_state_made_of_parameters_does_not_share_them_when_it_is_donated() -> None:
+    step = compile_step(xtf.train_step(model(1), xtf.optim.adamw(lr=1e-2)), backend="eager", donate=True)
+    params = step.model.init(0)
+    before = [leaf.clone() for leaf in xtf.tree.leaves(params)]
+    step(step.state(params), testing.random_batch(61))
+    assert all(torch.equal(a, b) for a, b in zip(xtf.tree.leaves(params), before, strict=True))
+
+
+def test_a_transform_after_compile_is_refused() -> None:
+    step = compile_step(xtf.train_step(model(1), xtf.optim.adamw(lr=1e-2)), backend="aot_eager")
+    with pytest.raises(ValueError, match=r"chunk_loss\(automatic\) is applied to a step that is compiled already"):
+        chunk_loss()(step)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Literal
 
 import hf_models
@@ -13,6 +15,7 @@ import transformers
 from torch import Tensor
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
+import xtf
 from xtf import models, tree
 from xtf.batch import normalizer
 from xtf.model import Model, run
@@ -370,6 +373,21 @@ def test_initial_values() -> None:
         ("llama", {"hidden_size": None}, "needs the config field 'hidden_size'"),
         ("llama", {"sliding_window": 4}, "does not know the config field sliding_window=4"),
         ("llama", {"vocab_size": 0}, "vocab_size=0"),
+        ("llama", {"hidden_size": "20"}, "hidden_size='20' is a str; expected an integer"),
+        ("llama", {"head_dim": None, "hidden_size": 20}, "hidden_size=20 / num_attention_heads=4, from which it is derived"),
+        ("qwen3_moe", {"head_dim": None, "hidden_size": 18}, "hidden_size=18 / num_attention_heads=4, from which it is derived"),
+        ("llama", {"rms_norm_eps": 0}, "rms_norm_eps=0; expected a number above 0"),
+        ("llama", {"rms_norm_eps": "1e-6"}, "rms_norm_eps='1e-6' is a str; expected a number"),
+        ("llama", {"rms_norm_eps": math.nan}, "rms_norm_eps=nan; expected a finite number"),
+        ("llama", {"initializer_range": -1.0}, "initializer_range=-1.0"),
+        ("llama", {"max_position_embeddings": 0}, "max_position_embeddings=0"),
+        ("llama", {"tie_word_embeddings": "false"}, "tie_word_embeddings='false' is a str; expected true or false"),
+        ("llama", {"rope_scaling": "yarn"}, "rope_scaling='yarn' is a str; expected an object"),
+        ("qwen2", {"sliding_window": "3"}, "sliding_window='3' is a str"),
+        ("qwen3", {"layer_types": "full_attention"}, "layer_types='full_attention' is a str; expected a list"),
+        ("qwen3_moe", {"norm_topk_prob": 1}, "norm_topk_prob=1 is a int; expected true or false"),
+        ("qwen3_moe", {"mlp_only_layers": ["1"]}, "mlp_only_layers='1' is a str"),
+        ("qwen3_moe", {"num_experts": None}, "needs the config field 'num_experts'"),
         ("qwen2", {"layer_types": ["full_attention"]}, "layer_types has 1 entries"),
         ("qwen3", {"layer_types": ["linear_attention"] * 2}, "'linear_attention'"),
         ("qwen3", {"layer_types": ["sliding_attention"] * 2}, "sliding_window is not set"),
@@ -386,17 +404,55 @@ def test_what_is_not_supported_is_refused_by_name(name: str, change: dict[str, A
 
 
 def test_bookkeeping_is_passed_over() -> None:
-    extra = {"transformers_version": "5.0", "torch_dtype": "bfloat16", "use_cache": True, "bos_token_id": 1, "_name_or_path": "x"}
+    extra = {"transformers_version": "5.0", "torch_dtype": "bfloat16", "use_cache": True, "sep_token_id": 1, "_name_or_path": "x"}
     assert models.from_hf(CONFIGS["llama"] | extra | {"rope_interleaved": False, "mystery": None}).config == small("llama").config
 
 
 def test_unknown_names_list_known_ones() -> None:
     with pytest.raises(ValueError, match="'mamba' is not supported; known are llama, qwen2, qwen3, qwen3_moe"):
         models.from_hf({"model_type": "mamba"})
-    with pytest.raises(ValueError, match=r"no preset 'qwen3-30b'; near are .*qwen3-30b-a3b"):
+    with pytest.raises(ValueError, match=r"no preset 'qwen3-30b'; did you mean .*qwen3-30b-a3b or .*\?"):
         models.preset("qwen3-30b")
     with pytest.raises(ValueError, match=r"no preset '\?'; known are smollm2-135m"):
         models.preset("?")
+    with pytest.raises(ValueError, match="model_type is missing in the config"):
+        models.from_hf({"hidden_size": 8})
+    for build in (lambda: small("qwen3", twist=1), lambda: models.preset("qwen3-0.6b", twist=1)):
+        with pytest.raises(ValueError, match="qwen3 does not know the option twist; known are dtype, z_loss"):
+            build()
+
+
+@pytest.mark.parametrize(
+    ("make", "source", "message"),
+    [
+        (None, "nowhere/at/all", "no checkpoint folder at nowhere/at/all: xtf reads local folders"),
+        (None, "some-org/Model-1.5", "at some-org/Model-1.5; .* xtf downloads nothing.*hf download some-org/Model-1.5"),
+        (None, "config.json", "config.json is missing"),
+        ("folder", "folder", "folder/config.json is missing"),
+        ("folder/config.json", "folder", r"folder/config.json is not valid JSON \("),
+        ("folder/config.json", "folder/config.json", r"folder/config.json is not valid JSON \("),
+    ],
+)
+def test_what_cannot_be_read_is_named(make: str | None, source: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    if make is not None:
+        Path("folder").mkdir()
+    if make == "folder/config.json":
+        Path(make).write_text('{"model_type": "lla')
+    with pytest.raises(xtf.CheckpointError, match=message):
+        models.from_hf(source)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("eos", [2, [2, 7]], ids=["one", "several"])
+def test_token_ids_are_kept(name: str, eos: Any) -> None:
+    ids = {"bos_token_id": 1, "eos_token_id": eos, "pad_token_id": 0}
+    model = models.from_hf(CONFIGS[name] | ids)
+    assert {key: model.hf_config[key] for key in ids} == ids
+    assert models.from_hf(model.hf_config).config == model.config and hash(model.config) is not None
+    assert not set(ids) & set(small(name).hf_config)
+    with pytest.raises(ValueError, match="eos_token_id='</s>' is a str; expected an integer"):
+        models.from_hf(CONFIGS[name] | {"eos_token_id": "</s>"})
 
 
 @pytest.mark.parametrize(
@@ -408,6 +464,10 @@ def test_bad_options_are_refused(options: dict[str, Any], message: str) -> None:
         small("qwen3_moe", **options)
     with pytest.raises(ValueError, match=r"dtype=torch\.int64"):
         small("qwen3_moe", torch.int64)
+    name: Any = "bfloat16"
+    for family in FAMILIES:
+        with pytest.raises(ValueError, match=r"dtype='bfloat16', a str; expected a torch\.dtype, as torch\.bfloat16"):
+            small(family, name)
 
 
 def test_z_loss_is_added() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import pytest
@@ -131,14 +132,14 @@ def test_three_steps_twice_are_the_same_bits() -> None:
     assert same(first[0][0], first[1][0])  # and on every rank
 
 
-@pytest.mark.parametrize("batch", ["documents", "plain", "ignored", "no_labels", "weights", "token"])
+@pytest.mark.parametrize("batch", ["documents", "plain", "ignored", "weights", "token"])
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_moe"])
 def test_evaluate_is_the_models_loss(name: str, batch: str) -> None:
     model, given = laws.model(name), laws.batch(batch)
     metrics = made(name=name).evaluate(model.init(0), given)
     want = model.loss(model.init(0), given)
     assert abs(metrics["loss"] - want) <= 1e-14 * want
-    if batch in ("ignored", "no_labels", "token"):
+    if batch in ("ignored", "token"):
         assert metrics["loss"] == 0 and metrics["tokens"] == 0
     else:
         assert metrics["tokens"] > 0
@@ -305,7 +306,7 @@ def test_gradients_that_need_no_sum_have_memory_of_their_own() -> None:
         step = accumulate(3)(train_step(model, optim.sgd(lr=1.0)))
         step = step.replace("toy", owned={"mlp": mesh["expert"]}, token_axes=(mesh["expert"],))
         ids = torch.ones(3, 1, dtype=torch.int64)
-        return step.value_and_grad(step.init(0).params, {"input_ids": ids})[1]
+        return step.value_and_grad(step.init(0).params, {"input_ids": ids, "labels": ids})[1]
 
     for grads in simulate(trial, expert=2):
         assert grads["a"].tolist() == [3.0, 3.0] and grads["b"].tolist() == [3.0, 3.0]  # not 6: owned, three micro-batches
@@ -386,6 +387,7 @@ def test_batches_are_checked() -> None:
     params, ids = step.init(0).params, laws.batch("plain")["input_ids"]
     for batch, message in (
         ({"input_ids": ids, "mask": ids}, r"unknown keys \['mask'\]; known are \["),
+        ({"input_ids": ids}, r"batch has no 'labels', so there is no loss; it has \['input_ids'\]: give labels, -100 where"),
         ({"input_ids": ids.float()}, r"batch\['input_ids'\] must be integer, got torch.float32"),
         ({"input_ids": ids + 1000}, r"holds the id 10\d\d, outside the model's vocabulary of 61 \(0 to 60\)"),
     ):
@@ -493,3 +495,46 @@ def test_fold() -> None:
     assert fold(["a"]) == "a"
     assert fold(["a", "a", "a"]) == "3 × a"
     assert fold(list("xababccab")) == "x, 2 × (a, b), 2 × c, a, b"
+
+
+# What a newcomer gets wrong ------------------------------------------------------------------------------------------------------
+
+
+def test_a_batch_without_labels_or_with_impossible_weights_is_refused() -> None:
+    step, given = made(name="qwen3"), laws.batch("plain")
+    params = step.init(0).params
+    with pytest.raises(ValueError, match="batch has no 'labels', so there is no loss"):
+        step.loss(params, {"input_ids": given["input_ids"]})
+    for bad in (-1.0, math.inf, math.nan):
+        weights = torch.ones(given["labels"].shape)
+        weights[0, 3] = bad
+        with pytest.raises(ValueError, match="negative or non-finite values; expected weights of at least 0"):
+            step.loss(params, given | {"loss_weights": weights})
+    with pytest.raises(ValueError, match=r"a batch is a dict of tensors .*, got Tensor"):
+        step.loss(params, given["input_ids"])  # pyright: ignore[reportArgumentType]
+
+
+def test_wrong_objects_are_named() -> None:
+    step, given = made(name="qwen3"), laws.batch("plain")
+    state = step.init(0)
+    with pytest.raises(ValueError, match=r"takes a State, got dict: make one with step.init"):
+        step(state.params, given)
+    with pytest.raises(ValueError, match=r"got a State: give state.params"):
+        step.value_and_grad(state, given)
+    with pytest.raises(ValueError, match="model is a Optimizer, expected a xtf Model"):
+        train_step(step.optimizer, step.model)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match=r"call it first, as chunk_loss\(\)"):
+        compose(chunk_loss)(step)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(TypeError, match="returned a NoneType, not a TrainStep"):
+        compose(lambda step: None)(step)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match=r"no seam \['rewrite'\]"):
+        step.replace("mine()", rewrite=())
+    with pytest.raises(ValueError, match=r"no \['.*'\]: they are not this model's"):
+        step.model.loss(laws.model("tiny").init(0), given)
+
+
+def test_parameters_that_require_gradients_are_taken_as_values() -> None:
+    step, given = chunk_loss(7)(made(name="qwen3")), laws.batch("plain")
+    params = step.init(0).params
+    loss, _ = step.value_and_grad(tree.map(lambda leaf: leaf.requires_grad_(), params), given)
+    assert torch.equal(loss, step.value_and_grad(tree.map(torch.Tensor.detach, params), given)[0]) and not loss.requires_grad

@@ -410,33 +410,17 @@ def test_an_update_that_is_applied_twice() -> None:
     assert line(message, "embed.weight after the step") and "gradient of" not in message
 
 
-def test_a_metric_that_is_local() -> None:
-    def transform(mesh: Any) -> testing.Transform:
-        def off(step: TrainStep) -> TrainStep:
-            changed = dataclasses.replace(step)
-            call = TrainStep.__call__
+def test_a_metric_that_is_local(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One part in a billion, on one rank."""
+    call = TrainStep.__call__
 
-            def run(state: Any, batch: Any) -> Any:
-                new, metrics = call(step, state, batch)
-                return new, metrics | {"loss": metrics["loss"] * (1 + 1e-9 * mesh.rank)}
+    def off(self: TrainStep, state: Any, batch: Any) -> Any:
+        new, metrics = call(self, state, batch)
+        return new, metrics | {"loss": metrics["loss"] * (1 + 1e-9 * self.token_axes[0].index)}
 
-            return _Wrapped(changed, run)  # pyright: ignore[reportReturnType]
-
-        return compose(off, shard(mesh["data"]))
-
-    message = caught(transform, data=2)
-    assert line(message, "metric loss") and "rank 0" not in message  # one part in a billion, on one rank
-
-
-class _Wrapped:
-    def __init__(self, step: TrainStep, run: Any) -> None:
-        self._step, self._run = step, run
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._step, name)
-
-    def __call__(self, state: Any, batch: Any) -> Any:
-        return self._run(state, batch)
+    monkeypatch.setattr(TrainStep, "__call__", off)
+    message = caught(lambda mesh: shard(mesh["data"]), data=2)
+    assert "metric loss on rank 1: " in message and named(message, "") == ["metric loss"]
 
 
 def test_initial_values_of_another_seed_or_block(monkeypatch: pytest.MonkeyPatch) -> None:

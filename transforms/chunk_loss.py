@@ -1,6 +1,6 @@
 """`chunk_loss`: cross-entropy through the head a few tokens at a time, so that the logits never stand whole.
 
-Dims: T tokens (packed, or of one chunk), H hidden size, V vocabulary.
+Dims: T tokens (packed, or of one chunk), H hidden size, V vocabulary, losses 2: loss and cross-entropy.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from xtf.model import loss_writes
 from xtf.stage import Lower, Pair, Params, Program, Stage, StageFn, Values
 from xtf.step import TrainStep
 
@@ -39,6 +40,8 @@ def chunk_loss(tokens: int | None = None, bytes: int | None = None) -> Callable[
     Raises:
         ValueError: if both are given, or one is less than 1.
     """
+    if isinstance(tokens, TrainStep):
+        raise ValueError("chunk_loss was given a step; it makes a transform: call it first, as chunk_loss()")
     if tokens is not None and bytes is not None:
         raise ValueError(f"chunk_loss(tokens={tokens}, bytes={bytes}): give one of the two, or none for an automatic size")
     for name, value in {"tokens": tokens, "bytes": bytes}.items():
@@ -74,6 +77,7 @@ def chunk_tokens(vocab: int, itemsize: int, *, tokens: int | None = None, bytes:
 
 def chunked_pair(tokens: int | None, bytes: int | None, z_loss: float) -> Pair:
     """The loss stage over chunks: the stage's own values and constants, see `xtf.model.cross_entropy`."""
+    wanted = len(loss_writes(z_loss))
 
     def chunks(weight: Float[Tensor, "V H"], x: Float[Tensor, "T H"], consts: Mapping[str, Any]) -> list[tuple[Tensor, Tensor, Tensor]]:
         dtype = _wide(x.dtype)
@@ -84,33 +88,33 @@ def chunked_pair(tokens: int | None, bytes: int | None, z_loss: float) -> Pair:
     def forward(params: Params, reads: Values, consts: Mapping[str, Any]) -> tuple[Values, tuple[Tensor, Tensor]]:
         (x,), weight = reads, params["weight"]
         dtype = _wide(x.dtype)
-        loss = x.new_zeros((), dtype=dtype)
+        losses = x.new_zeros(2, dtype=dtype)
         dx = torch.empty_like(x)
         dweight = torch.zeros(weight.shape, dtype=dtype, device=weight.device)
         for (h, targets, scale), out in zip(chunks(weight, x, consts), dx.split(_size(x, weight, tokens, bytes)), strict=True):
             part, dlogits = _loss_and_dlogits(h, weight, targets, scale, z_loss)
-            loss += part
+            losses += part
             dlogits = dlogits.to(x.dtype)
             torch.mm(dlogits, weight, out=out)
             _add_product(dweight, dlogits, h)
             del dlogits  # before the next chunk's are made
-        return (loss,), (dx, dweight)
+        return tuple(losses)[:wanted], (dx, dweight)
 
     def backward(
         params: Params, residual: tuple[Tensor, Tensor], dwrites: tuple[Tensor | None, ...], consts: Mapping[str, Any]
     ) -> tuple[dict[str, Tensor], tuple[Tensor | None, ...]]:
         dx, dweight = residual
-        (dloss,) = dwrites
+        dloss = dwrites[0]
         assert dloss is not None
         # In place: the walk hands a residual to one backward only, and the head's gradient is large.
         return {"weight": dweight.mul_(dloss)}, (dx.mul_(dloss.to(dx.dtype)),)
 
     def evaluate(params: Params, reads: Values, consts: Mapping[str, Any]) -> Values:
         (x,), weight = reads, params["weight"]
-        loss = x.new_zeros((), dtype=_wide(x.dtype))
+        losses = x.new_zeros(2, dtype=_wide(x.dtype))
         for h, targets, scale in chunks(weight, x, consts):
-            loss += _loss_and_exponentials(h, weight, targets, scale, z_loss)[0]
-        return (loss,)
+            losses += _losses_and_exponentials(h, weight, targets, scale, z_loss)[0]
+        return tuple(losses)[:wanted]
 
     return Pair(forward, backward, needs_params=False, evaluate=evaluate)
 
@@ -123,10 +127,11 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def _loss_and_exponentials(
+def _losses_and_exponentials(
     h: Float[Tensor, "T H"], weight: Float[Tensor, "V H"], targets: Int[Tensor, " T"], scale: Float[Tensor, " T"], z_loss: float
-) -> tuple[Float[Tensor, ""], Float[Tensor, "T V"], Float[Tensor, "T 1"], Float[Tensor, "T 1"]]:
-    """The summed loss of a chunk; and, in the memory of the logits, their exponentials, with the sums and logsumexps of the rows.
+) -> tuple[Float[Tensor, " losses"], Float[Tensor, "T V"], Float[Tensor, "T 1"], Float[Tensor, "T 1"]]:
+    """The summed loss and cross-entropy of a chunk; and, in the memory of the logits, their exponentials, with the sums and
+    logsumexps of the rows.
 
     Rows are shifted by their largest logit: the exponentials cannot overflow, and the loss is a difference of small numbers.
     What stands at ignored targets has the scale 0.
@@ -138,21 +143,20 @@ def _loss_and_exponentials(
     exponentials = logits.exp_()
     total = exponentials.sum(-1, keepdim=True)
     log_total = total.log()
-    loss, lse = log_total - picked, log_total + largest
-    if z_loss:
-        loss = loss + z_loss * lse.square()
-    return (loss[:, 0] * scale).sum(), exponentials, total, lse
+    entropy, lse = log_total - picked, log_total + largest
+    loss = entropy + z_loss * lse.square() if z_loss else entropy
+    return scale @ torch.cat([loss, entropy], 1), exponentials, total, lse
 
 
 def _loss_and_dlogits(
     h: Float[Tensor, "T H"], weight: Float[Tensor, "V H"], targets: Int[Tensor, " T"], scale: Float[Tensor, " T"], z_loss: float
-) -> tuple[Float[Tensor, ""], Float[Tensor, "T V"]]:
-    """The summed loss of a chunk and its gradient for the logits, in the memory of the logits."""
-    loss, exponentials, total, lse = _loss_and_exponentials(h, weight, targets, scale, z_loss)
+) -> tuple[Float[Tensor, " losses"], Float[Tensor, "T V"]]:
+    """The summed loss and cross-entropy of a chunk, and the loss's gradient for the logits, in the memory of the logits."""
+    losses, exponentials, total, lse = _losses_and_exponentials(h, weight, targets, scale, z_loss)
     factor = scale[:, None] * (1 + 2 * z_loss * lse) if z_loss else scale[:, None]
     dlogits = exponentials.mul_(factor / total)
     dlogits.scatter_add_(1, targets.clamp_min(0)[:, None], -scale[:, None])
-    return loss, dlogits
+    return losses, dlogits
 
 
 def _add_product(total: Float[Tensor, "V H"], dlogits: Float[Tensor, "T V"], h: Float[Tensor, "T H"]) -> None:

@@ -42,6 +42,9 @@ def check_batch(batch: Batch, vocab: int) -> None:
         floating = name == "loss_weights"
         if value.is_floating_point() != floating or value.is_complex() or value.dtype == torch.bool:
             raise ValueError(f"batch[{name!r}] must be {'floating' if floating else 'integer'}, got {value.dtype}")
+    weights = batch.get("loss_weights")
+    if weights is not None and not weights.is_meta and not bool(((weights >= 0) & weights.isfinite()).all()):
+        raise ValueError("batch['loss_weights'] has negative or non-finite values; expected weights of at least 0")
     ids = batch["input_ids"]
     if ids.numel() and not ids.is_meta:
         _check_range("input_ids", ids, vocab)
@@ -56,6 +59,8 @@ def check_shapes(batch: Batch) -> None:
     Raises:
         ValueError: as for `check_batch`.
     """
+    if not isinstance(batch, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ValueError(f"a batch is a dict of tensors {sorted(_KEYS)}, got {type(batch).__name__}")
     unknown = sorted(set(batch) - _KEYS)
     if unknown:
         raise ValueError(f"batch has unknown keys {unknown}; known are {sorted(_KEYS)}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import threading
 import types
 from collections.abc import Callable, Hashable, Mapping
@@ -31,7 +32,8 @@ def compile(step: TrainStep, *, backend: Backend = "inductor", unit: Literal["st
             code generation one); ``"eager"`` compiles nothing.
         unit: what is compiled at a time.
         donate: let the step reuse the memory of the state it is given; reading that state afterwards raises. Peak memory then
-            holds one copy of parameters and optimizer state.
+            holds one copy of parameters and optimizer state. Tensors taken out of a state before it was donated are
+            overwritten: clone what is to be kept.
 
     Raises:
         ValueError: for an unknown backend or unit, or a step that is compiled already.
@@ -42,6 +44,8 @@ def compile(step: TrainStep, *, backend: Backend = "inductor", unit: Literal["st
         >>> xtf.compile(step, backend="eager", donate=True).compilation.donate
         True
     """
+    if not isinstance(step, TrainStep):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ValueError(f"compile takes a TrainStep, got {type(step).__name__}: make one with xtf.train_step(model, optimizer)")
     if backend not in _BACKENDS:
         raise ValueError(f"compile(backend={backend!r}): expected one of {', '.join(map(repr, _BACKENDS))}")
     if unit != "stage":
@@ -58,7 +62,12 @@ def lowering(backend: Backend) -> Lower:
 
     def lower(fn: Callable[..., Any], key: Hashable) -> Callable[..., Any]:
         with _CACHE_LOCK:
-            return _CACHE.setdefault((backend, key), _Compiled(fn, backend))
+            # The key alone would do if it always said everything; a transform that forgets to change it must not be given
+            # another function's code.
+            whole = (backend, key, fingerprint(fn))
+            if whole not in _CACHE:
+                _CACHE[whole] = _Compiled(fn, backend)
+            return _CACHE[whole]
 
     return lower
 
@@ -95,6 +104,47 @@ def _fresh(fn: Callable[..., Any]) -> Callable[..., Any]:
     copy = types.FunctionType(fn.__code__.replace(), fn.__globals__, fn.__name__, fn.__defaults__, fn.__closure__)
     copy.__kwdefaults__ = fn.__kwdefaults__
     return copy
+
+
+def fingerprint(fn: Callable[..., Any]) -> Hashable:
+    """What a function computes with besides its arguments: its code, and what its closure and its defaults hold, by value where
+    that can be hashed and by identity where not. Functions with equal fingerprints are one function.
+
+    Example:
+        >>> make = lambda factor: lambda x: x * factor
+        >>> fingerprint(make(2)) == fingerprint(make(2)), fingerprint(make(2)) == fingerprint(make(3))
+        (True, False)
+    """
+    return _content(fn, frozenset())
+
+
+def _content(value: object, within: frozenset[int]) -> Hashable:
+    if isinstance(value, functools.partial):
+        parts = cast(tuple[object, ...], (value.func, *value.args, *value.keywords.items()))
+        return ("partial", *(_content(part, within) for part in parts))
+    if isinstance(value, tuple):
+        return ("tuple", *(_content(item, within) for item in cast(tuple[object, ...], value)))
+    if not isinstance(value, types.FunctionType):
+        try:
+            return type(value), hash(value), cast(Hashable, value)
+        except TypeError:
+            return type(value), id(value)  # kept alive by the function, so no other object takes its place
+    if id(value) in within:  # a function that calls itself
+        return "itself"
+    within |= {id(value)}
+    if hasattr(value, "__wrapped__"):  # a decorator: what it closes over is made anew each time, what it wraps is what counts
+        return value.__code__, _content(cast(object, getattr(value, "__wrapped__")), within)  # noqa: B009
+    held = [cell.cell_contents for cell in value.__closure__ or () if _is_filled(cell)]
+    defaults = (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).items())
+    return value.__code__, tuple(_content(item, within) for item in (*held, *defaults))
+
+
+def _is_filled(cell: types.CellType) -> bool:
+    try:
+        _ = cell.cell_contents
+    except ValueError:
+        return False
+    return True
 
 
 _CACHE: dict[Hashable, _Compiled] = {}

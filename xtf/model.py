@@ -23,6 +23,9 @@ from xtf.spec import ParamSpec
 from xtf.stage import Stage
 from xtf.tree import Path, Tree
 
+RESULTS = ("loss", "cross_entropy")
+"""What loss stages write."""
+
 AuxLoss = Callable[[Mapping[str, Tensor], Int[Tensor, ""]], tuple[Float[Tensor, ""], dict[str, Tensor]]]
 """``(statistics summed over tokens, number of tokens) -> (loss, metrics)``: what the routers add to the loss."""
 
@@ -38,7 +41,7 @@ class Model:
         constants: adds to the constants of a packed batch (`xtf.batch.pack`) what the family's stages read, as rotary tables.
         build: ``build(ops) -> stages``. The last stage has the kind ``"loss"``: it has one parameter ``weight`` (vocab, embed),
             reads the hidden states after the last norm, and writes ``"loss"``, the sum over targets of weight ×
-            cross-entropy × the constant ``normalizer``.
+            cross-entropy × the constant ``normalizer`` (see `cross_entropy`).
         sources: where each leaf is found in a Hugging Face checkpoint.
         hf_config: the fields of the ``config.json`` that transformers needs for this model.
         vocab: size of the vocabulary.
@@ -52,11 +55,11 @@ class Model:
 
     family: str
     config: Any
-    specs: Tree
-    constants: Callable[[dict[str, Any]], dict[str, Any]]
-    build: Callable[[Ops], tuple[Stage, ...]]
-    sources: Mapping[Path, Source]
-    hf_config: Mapping[str, Any]
+    specs: Tree = field(repr=False)
+    constants: Callable[[dict[str, Any]], dict[str, Any]] = field(repr=False)
+    build: Callable[[Ops], tuple[Stage, ...]] = field(repr=False)
+    sources: Mapping[Path, Source] = field(repr=False)
+    hf_config: Mapping[str, Any] = field(repr=False)
     vocab: int
     aux: AuxLoss | None = None
     aux_scope: Literal["microbatch", "step"] = "microbatch"
@@ -78,9 +81,17 @@ class Model:
         active = sum(s.numel * (self.active_fraction if "expert" in s.axes else 1.0) for s in specs)
         return sum(s.numel for s in specs), round(active)
 
-    def pack(self, batch: Batch) -> dict[str, Any]:
-        """The constants of a batch, checked: `xtf.batch.pack` and what the family adds."""
+    def pack(self, batch: Batch, *, supervised: bool = True) -> dict[str, Any]:
+        """The constants of a batch, checked: `xtf.batch.pack` and what the family adds.
+
+        Raises:
+            ValueError: for a batch that is not one, or that has no labels although ``supervised``.
+        """
         check_batch(batch, self.vocab)
+        if supervised and "labels" not in batch:
+            raise ValueError(
+                f"batch has no 'labels', so there is no loss; it has {sorted(batch)}: give labels, -100 where nothing is learned"
+            )
         packed = pack(batch)
         return packed | self.constants(packed)
 
@@ -111,7 +122,7 @@ class Model:
             (batch, seq, vocab), in the parameters' dtype.
         """
         optional = {"positions": positions, "document_ids": document_ids}
-        consts = self.pack({"input_ids": input_ids} | {k: v for k, v in optional.items() if v is not None})
+        consts = self.pack({"input_ids": input_ids} | {k: v for k, v in optional.items() if v is not None}, supervised=False)
         (read,) = self._reference[-1].reads
         logits = F.linear(self._hidden(params, consts)[read], self._head(params))
         return logits.view(*input_ids.shape, self.vocab)
@@ -157,14 +168,18 @@ class Model:
 
 
 def statistics(stages: tuple[Any, ...]) -> tuple[str, ...]:
-    """Values that are written and never read, but ``"loss"``."""
+    """Values that are written and never read, but those of the loss stage."""
     read = {name for stage in stages for name in stage.reads}
-    return tuple(name for stage in stages for name in stage.writes if name not in read and name != "loss")
+    return tuple(name for stage in stages for name in stage.writes if name not in read and name not in RESULTS)
 
 
 def run(stages: tuple[Stage, ...], params: Tree, consts: Mapping[str, Any]) -> dict[str, Tensor]:
     """Run stages one after another on whole parameters, plainly. Returns every value as it stands in the end."""
     by_path, values = tree.items(params), dict[str, Tensor]()
+    missing = sorted({path for stage in stages for path in stage.params.values()} - by_path.keys())
+    if missing:
+        shown = missing[:5] + ["..."] * (len(missing) > 5)
+        raise ValueError(f"the parameters have no {shown}: they are not this model's (of a state, give state.params)")
     for stage in stages:
         own = {name: by_path[path] for name, path in stage.params.items()}
         written = stage(own, tuple(values[name] for name in stage.reads), consts)
@@ -172,22 +187,35 @@ def run(stages: tuple[Stage, ...], params: Tree, consts: Mapping[str, Any]) -> d
     return values
 
 
-def cross_entropy(z_loss: float = 0.0) -> Callable[..., tuple[Float[Tensor, ""]]]:
-    """The plain loss stage: every logit at once. ``fn(params, x, *, targets, weights, normalizer) -> (loss,)``."""
+def cross_entropy(z_loss: float = 0.0) -> Callable[..., tuple[Float[Tensor, ""], ...]]:
+    """The plain loss stage, every logit at once: ``fn(params, x, *, targets, weights, normalizer) -> loss_writes(z_loss)``.
 
-    def loss(
+    ``loss`` is Σ weight × (cross-entropy + z-loss) × normalizer. With a z-loss, ``cross_entropy`` is the same without it, a
+    metric that carries no gradient.
+    """
+
+    def losses(
         params: Mapping[str, Tensor],
         x: Float[Tensor, "T H"],
-        *,
         targets: Int[Tensor, " T"],
         weights: Float[Tensor, " T"],
         normalizer: Float[Tensor, ""],
-    ) -> tuple[Float[Tensor, ""]]:
+    ) -> tuple[Float[Tensor, ""], Float[Tensor, ""]]:
         logits = F.linear(x, params["weight"])
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        total = F.cross_entropy(logits, targets, reduction="none", ignore_index=-100)
-        if z_loss:
-            total = total + z_loss * logits.logsumexp(-1).square()
-        return ((total * weights.to(total.dtype)).sum() * normalizer.to(total.dtype),)
+        entropy = F.cross_entropy(logits, targets, reduction="none", ignore_index=-100)
+        total = entropy + z_loss * logits.logsumexp(-1).square() if z_loss else entropy
+        scale = weights.to(total.dtype) * normalizer.to(total.dtype)
+        return (total * scale).sum(), (entropy.detach() * scale).sum()
+
+    wanted = len(loss_writes(z_loss))
+
+    def loss(params: Mapping[str, Tensor], x: Tensor, *, targets: Tensor, weights: Tensor, normalizer: Tensor) -> tuple[Tensor, ...]:
+        return losses(params, x, targets, weights, normalizer)[:wanted]
 
     return loss
+
+
+def loss_writes(z_loss: float) -> tuple[str, ...]:
+    """What a loss stage writes."""
+    return ("loss", "cross_entropy") if z_loss else ("loss",)

@@ -19,7 +19,7 @@ from xtf import tree
 from xtf.batch import Batch, normalizer
 from xtf.collectives import Axis
 from xtf.mesh import join
-from xtf.model import Model, statistics
+from xtf.model import RESULTS, Model, statistics
 from xtf.ops import Ops
 from xtf.ops.lowering import best
 from xtf.optim import Optimizer, apply_updates
@@ -111,7 +111,16 @@ class TrainStep:
     # What transforms use ---------------------------------------------------------------------------------------------------------
 
     def replace(self, name: str, **seams: Any) -> TrainStep:
-        """A step with seams replaced, and ``name`` on its stack."""
+        """A step with seams replaced, and ``name`` on its stack.
+
+        Raises:
+            ValueError: if the step is compiled, or there is no such seam.
+        """
+        if self.compilation.backend != "eager" or self.compilation.donate:
+            raise ValueError(f"{name} is applied to a step that is compiled already: apply all transforms first, then xtf.compile")
+        known = {field.name for field in dataclasses.fields(self)}
+        if not seams.keys() <= known:
+            raise ValueError(f"a step has no seam {sorted(seams.keys() - known)}; it has {sorted(known)}")
         return dataclasses.replace(self, stack=(*self.stack, name), **seams)
 
     def with_token_axes(self, axes: Sequence[Axis]) -> tuple[Axis, ...]:
@@ -177,10 +186,17 @@ class TrainStep:
 
     def init(self, seed: int) -> State:
         """The initial state of this rank. Values depend on ``seed``, the leaf and the index only, not on the layout."""
-        return self.state(self.tree_of({path: p.spec.initial(seed, path, p.ranges()) for path, p in self.placements.items()}))
+        params = {path: placement.spec.initial(seed, path, placement.ranges()) for path, placement in self.placements.items()}
+        return self.state(self.tree_of(params), handed_over=True)
 
-    def state(self, params: Tree) -> State:
-        """A state with these local parameters, a fresh optimizer state, and step 0."""
+    def state(self, params: Tree, *, handed_over: bool = False) -> State:
+        """A state with these local parameters, a fresh optimizer state, and step 0.
+
+        A step that donates will overwrite the state, so the state gets a copy of the parameters then, unless they are
+        ``handed_over``: nobody else uses them.
+        """
+        if self.compilation.donate and not handed_over:
+            params = tree.map(torch.clone, params)
         trained = tree.from_items(
             self.model.specs, {path: leaf if self.specs[path].trainable else None for path, leaf in tree.items(params).items()}
         )
@@ -211,6 +227,8 @@ class TrainStep:
         return self.tree_of({path: None if leaf is None else uncut(leaf, self.placements[path]) for path, leaf in leaves.items()})
 
     def _leaves(self, params: Tree) -> dict[Path, Any]:
+        if isinstance(params, State):
+            raise ValueError("expected parameters, got a State: give state.params")
         if not tree.same_structure(params, self.model.specs):
             given, wanted = set(tree.paths(params)), set(self.specs)
             raise ValueError(
@@ -219,7 +237,7 @@ class TrainStep:
         return tree.items(params)
 
     def _local(self, params: Tree) -> dict[Path, Tensor]:
-        leaves = self._leaves(params)
+        leaves = {path: leaf.detach() for path, leaf in self._leaves(params).items()}
         for path, leaf in leaves.items():
             shape, dtype = self.placements[path].shape(), self.specs[path].dtype
             if tuple(leaf.shape) != shape or leaf.dtype != dtype:
@@ -246,6 +264,9 @@ class TrainStep:
         Raises:
             ValueError: for a batch that is not one, or parameters that are not this rank's.
         """
+        if not isinstance(state, State):  # pyright: ignore[reportUnnecessaryIsInstance]
+            how = "step.init(seed), step.state(params) or xtf.load(step, path)"
+            raise ValueError(f"step(state, batch) takes a State, got {type(state).__name__}: make one with {how}")
         donate = self.compilation.donate
         params, placed = state.params, self.placed(donate=donate)
         metrics, grads = self._differentiate(params, batch, record)
@@ -300,7 +321,7 @@ class _Run:
             raise ValueError("the batch seam gave no micro-batch; a step needs at least one")
         self.micros = [step.model.pack(b) for b in batches]
         self.stats = statistics(step.program)
-        self.keep = ("loss", *self.stats)
+        self.keep = (*RESULTS, *self.stats)
         own = [(m["weights"].double().sum(), m["valid"].sum(), (m["weights"] != 0).sum()) for m in self.micros]
         totals = self.sum(torch.stack([torch.stack([v.double() for v in row]) for row in own]))
         self.weights, self.tokens, self.supervised = totals[:, 0], totals[:, 1].long(), totals[:, 2].long()
@@ -362,8 +383,9 @@ class _Run:
 
     def metrics(self, values: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
         """Global metrics of the run; those of the auxiliary loss are averaged over micro-batches by their share in the loss."""
-        loss = self.sum(torch.stack([v["loss"].detach() for v in values]).sum())
-        found = {"loss": loss, "cross_entropy": loss, "tokens": self.supervised.sum()}
+        own = [torch.stack([v.get(name, v["loss"]).detach() for v in values]).sum() for name in RESULTS]
+        loss, cross_entropy = self.sum(torch.stack(own))
+        found = {"loss": loss, "cross_entropy": cross_entropy, "tokens": self.supervised.sum()}
         for value, metrics in self.aux:
             found["loss"] = found["loss"] + value.to(loss.dtype)
             found |= {name: found[name] + m if name in found else m for name, m in metrics.items()}
@@ -466,6 +488,10 @@ def train_step(model: Model, optimizer: Optimizer, *, device: torch.device | str
         >>> import xtf
         >>> step = xtf.train_step(xtf.models.preset("tiny-moe"), xtf.optim.adamw(lr=1e-3))
     """
+    given: list[tuple[str, object, type]] = [("model", model, Model), ("optimizer", optimizer, Optimizer)]
+    for name, value, kind in given:
+        if not isinstance(value, kind):
+            raise ValueError(f"train_step(model, optimizer): {name} is a {type(value).__name__}, expected a xtf {kind.__name__}")
     return TrainStep(model, optimizer, device=torch.device(device))
 
 
@@ -481,7 +507,22 @@ def compose(*transforms: Callable[[TrainStep], TrainStep]) -> Callable[[TrainSte
 
     def composed(step: TrainStep) -> TrainStep:
         for transform in reversed(transforms):
-            step = transform(step)
+            step = apply(transform, step)
         return step
 
     return composed
+
+
+def apply(transform: Callable[[TrainStep], TrainStep], step: TrainStep) -> TrainStep:
+    """``transform(step)``, checked to be a step.
+
+    Raises:
+        TypeError: if the transform returned something else: most often one that takes arguments first, as ``chunk_loss()``.
+    """
+    out = transform(step)
+    if not isinstance(out, TrainStep):  # pyright: ignore[reportUnnecessaryIsInstance]
+        name = getattr(transform, "__name__", repr(transform))
+        raise TypeError(
+            f"the transform {name} returned a {type(out).__name__}, not a TrainStep; is it a factory to be called first, as {name}()?"
+        )
+    return out

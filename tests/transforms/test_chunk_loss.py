@@ -37,6 +37,8 @@ def inputs(
 
 
 def reference(params: Any, reads: Any, consts: Any, z_loss: float, dloss: float) -> tuple[Tensor, Tensor, Tensor]:
+    """The plain loss, and its gradients for head and hidden states."""
+
     def loss(weight: Tensor, x: Tensor) -> Tensor:
         return cross_entropy(z_loss)({"weight": weight}, x, **consts)[0] * dloss
 
@@ -45,7 +47,7 @@ def reference(params: Any, reads: Any, consts: Any, z_loss: float, dloss: float)
 
 
 def run(pair: Pair, params: Any, reads: Any, consts: Any, dloss: float = 1.0) -> tuple[Tensor, Tensor, Tensor]:
-    (loss,), residual = pair.forward(params, reads, consts)
+    (loss, *_), residual = pair.forward(params, reads, consts)
     assert not pair.needs_params
     dparams, (dx,) = pair.backward({}, residual, (torch.full_like(loss, dloss),), consts)
     assert dx is not None
@@ -69,6 +71,10 @@ def test_every_chunk_size_gives_the_plain_loss_and_gradients(tokens: int, ignore
         assert pair.evaluate is not None
         for one, expected in zip((*got, pair.evaluate(*given)[0]), (*want, want[0]), strict=True):
             close(one, expected)
+        if z_loss:
+            (entropy,) = cross_entropy()(given[0], given[1][0], **given[2])
+            for seen in (pair.forward(*given)[0], pair.evaluate(*given), cross_entropy(z_loss)(given[0], given[1][0], **given[2])):
+                close(seen[1], entropy)
         if ignored:
             assert all(not one.any() for one in got)
 
@@ -143,7 +149,7 @@ def test_laws(case: laws.Case) -> None:
 @pytest.mark.parametrize("layout", [{}, {"data": 3}, {"data": 2, "replicate": 2}], ids=str)
 @pytest.mark.parametrize("model", laws.MODELS)
 def test_laws_matrix(model: str, layout: dict[str, int]) -> None:
-    batches = (*laws.BATCHES, "no_labels")
+    batches = laws.BATCHES
     for row in laws.product(chunk=(1, 2, 7, 64, 65, 66, 1000), batch=batches, micros=(None, 3), order=(0, 3)):
         laws.case(layout=layout, model=model, **row).check()
 

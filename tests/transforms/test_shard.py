@@ -53,7 +53,7 @@ def test_laws(case: laws.Case) -> None:
         laws.case(**row, chunk=7)
         for row in laws.pairwise(
             layout=[{"data": 2}, {"replicate": 2}],
-            batch=("plain", "one_rank", "ignored", "no_labels", "row", "token"),
+            batch=("plain", "one_rank", "ignored", "row", "token"),
             model=("tiny", "qwen3_moe"),
             micros=(None, 3),
         )
@@ -78,7 +78,7 @@ def test_laws_on_eight_ranks(model: str) -> None:
 @pytest.mark.parametrize("model", laws.MODELS)
 @pytest.mark.parametrize("layout", MORE_LAYOUTS, ids=lambda sizes: "x".join(f"{k}{n}" for k, n in sizes.items()))
 def test_laws_matrix(layout: dict[str, int], model: str) -> None:
-    for row in laws.product(batch=(*laws.BATCHES, "no_labels"), optimizer=("adamw", "muon")):
+    for row in laws.product(batch=laws.BATCHES, optimizer=("adamw", "muon")):
         laws.case(layout=layout, model=model, chunk=7, micros=2, **row).check()
     for row in laws.product(order=range(6), chunk=(7,), micros=(3,), regather=(True, False)):
         laws.case(layout=layout, model=model, **row).check()

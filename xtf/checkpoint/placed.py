@@ -46,7 +46,7 @@ def load(step: TrainStep, path: str | os.PathLike[str], *, ignore: Sequence[str]
     """
     stored = _Stored(tree.from_items(step.model.specs, step.specs), step.model.sources, step.model.hf_config)
     leaves = load_leaves(stored, path, lambda leaf: step.placements[leaf].ranges(), ignore=ignore, device=step.device)
-    return step.state(step.tree_of(leaves))
+    return step.state(step.tree_of(leaves), handed_over=True)
 
 
 def save(

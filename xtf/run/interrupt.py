@@ -14,13 +14,13 @@ class Interrupted(KeyboardInterrupt):
     """A run that was stopped by Ctrl-C, with what it left.
 
     Args:
-        folder: the run's folder.
+        folder: the run's folder; ``None`` if it was not made yet.
         step: how many steps were done.
         total: how many there should have been.
     """
 
-    def __init__(self, folder: Path, step: int, total: int) -> None:
-        super().__init__(f"stopped after step {step} of {total}")
+    def __init__(self, folder: Path | None, step: int, total: int) -> None:
+        super().__init__(f"stopped after step {step} of {total}" if step else "stopped before the first step was done: nothing was trained")
         self.folder, self.step, self.total = folder, step, total
 
 

@@ -22,7 +22,7 @@ def plot_loss(folder: str | Path, *, entropy: float | None = None, title: str | 
 
     The training loss thinly as it was and thickly smoothed, the held-out loss as points, and a dashed line at
     the text's unigram entropy (`xtf.data.unigram_entropy`). A second panel shows the routers' maximal load violation where
-    the run has it.
+    the run has it. All words stand above the panels, where no curve can run through them.
 
     Args:
         folder: the run's folder. Read are ``cross_entropy`` (the loss without auxiliary losses; ``loss`` where it is missing),
@@ -49,32 +49,23 @@ def plot_loss(folder: str | Path, *, entropy: float | None = None, title: str | 
     top.plot(train[0], smooth, color=_TRAIN, linewidth=1.8, label="training")
     if held_out[0]:
         top.plot(*held_out, color=_HELD_OUT, linewidth=1, linestyle=(0, (1, 2)))
-        top.plot(*held_out, "o", color=_HELD_OUT, markersize=5, markeredgecolor="white", markeredgewidth=0.8, label="held-out")
-        top.annotate(
-            f"{held_out[1][-1]:.2f}", (held_out[0][-1], held_out[1][-1]), xytext=(7, 0), textcoords="offset points",
-            color=_HELD_OUT, va="center", fontsize=9,
-        )  # fmt: skip
+        last = f"held-out ({held_out[1][-1]:.2f} at the end)"
+        top.plot(*held_out, "o", color=_HELD_OUT, markersize=5, markeredgecolor="white", markeredgewidth=0.8, label=last)
     if entropy is not None:
-        top.axhline(entropy, color=_LINE, linestyle="--", linewidth=1)
-        top.annotate(
-            f"unigram entropy {entropy:.2f}", (1, entropy), xycoords=("axes fraction", "data"), xytext=(-4, 4),
-            textcoords="offset points", ha="right", va="bottom", color=_LINE, fontsize=9,
-        )  # fmt: skip
+        top.axhline(entropy, color=_LINE, linestyle="--", linewidth=1, label=f"unigram entropy ({entropy:.2f})")
     top.set_ylabel("loss (nats per token)")
-    top.legend(loc="lower left", frameon=False, fontsize=9)
+    top.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=3, borderaxespad=0.2, frameon=False, fontsize=9)
     if title:
-        top.set_title(title, loc="left", fontsize=11, color=_INK)
-    last = max(train[0][-1], held_out[0][-1] if held_out[0] else 0)
-    top.set_xlim(min(train[0]) - 0.5, last + max(1, 0.07 * (last - min(train[0]))))
+        top.set_title(title, loc="left", pad=24, fontsize=11, color=_INK)
+    first, end = min(train[0]), max(train[0][-1], held_out[0][-1] if held_out[0] else 0)
+    margin = max(0.5, 0.02 * (end - first))
+    top.set_xlim(first - margin, end + margin)
     for axes in below:
         axes.plot(*load, color=_LOAD, alpha=0.3, linewidth=0.8)
         axes.plot(load[0], smoothed(load[1]), color=_LOAD, linewidth=1.5)
         axes.set_ylim(bottom=0)
         axes.set_ylabel("load\nviolation")
-        axes.annotate(
-            "busiest expert over the mean, minus 1", (1, 1), xycoords="axes fraction", xytext=(-4, -3),
-            textcoords="offset points", ha="right", va="top", color=_LINE, fontsize=9,
-        )  # fmt: skip
+        axes.set_title("busiest expert over the mean, minus 1", loc="left", fontsize=9, color=_LINE)
     figure.axes[-1].set_xlabel("step")
     path = Path(folder) / "loss.png"
     data = BytesIO()

@@ -70,7 +70,8 @@ class Progress:
         return self._rate
 
     def update(self, step: int, *, loss: float | None, tokens: int) -> None:
-        """Tell that ``step`` steps are done; ``tokens`` is how many this last update processed, over all ranks."""
+        """Tell that ``step`` steps are done; ``tokens`` is how many this last update learned from (supervised ones), over all
+        ranks."""
         now = self._clock()
         made = step - self._step
         if self._step > self._begin and made > 0:

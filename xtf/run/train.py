@@ -25,6 +25,7 @@ from xtf.data.text import TOKENIZER_FILE
 from xtf.files import write_atomically
 from xtf.model import Model
 from xtf.run.interrupt import Interrupted, deferred_interrupt
+from xtf.run.memory import available_memory, check_fits, count
 from xtf.run.metrics import MetricsWriter
 from xtf.run.plot import plot_loss
 from xtf.run.progress import Progress
@@ -55,8 +56,7 @@ class TrainOptions:
     """Folder of the run, new or empty. By default runs/ and the time."""
     backend: Literal["inductor", "aot_eager", "eager"] = "inductor"
     """What stages are compiled with."""
-    preset: str = "tiny-moe"
-    """The model (xtf.models.preset)."""
+    preset: Annotated[str, tyro.conf.arg(help=f"The model: {', '.join(xtf.models.PRESETS)}.")] = "tiny-moe"
     evaluations: int = 6
     """How often the held-out text is evaluated."""
     prompt: str = "Elizabeth could not but smile at"
@@ -87,31 +87,35 @@ def run(options: TrainOptions, *, console: Console | None = None) -> Path:
         console: where the results are printed; progress goes to standard error.
 
     Returns:
-        The run's folder. It holds ``config.json`` (options, model and versions), ``metrics.jsonl`` (a row per step),
-        ``loss.png``, ``checkpoint/`` (Hugging Face layout, with the tokenizer) and ``sample.txt``.
+        The run's folder. It holds ``config.json`` (options, model and versions), ``metrics.jsonl`` (a row per step; ``tokens`` and
+        ``tokens_per_second`` count supervised tokens, all but the first of each row), ``loss.png``, ``checkpoint/`` (Hugging Face
+        layout, with the tokenizer) and ``sample.txt``.
 
     Raises:
-        ValueError: for options that are not possible, before anything is written.
+        ValueError: for options that are not possible, or a model that does not fit into memory, before anything is written.
         Interrupted: if Ctrl-C ended it. The steps that were done are saved, unless it was pressed again while that was done.
     """
     options.check()
-    tokens = Tokens.demo()
-    batch_at = batches(tokens.train, batch=options.batch, seq=options.seq, seed=options.seed)
-    held_out = list(windows(tokens.held_out, batch=options.batch, seq=options.seq))
-    model = xtf.models.preset(options.preset)
-    if model.vocab < tokens.vocab:
-        raise ValueError(f"--preset {options.preset} has a vocabulary of {model.vocab}, the tokenizer one of {tokens.vocab}: take another")
-    step = _step(model, options)
-    folder = new_folder(options.out)
-    _write_json(folder / "config.json", _description(model, options, tokens))
-    entropy = unigram_entropy(tokens.held_out, tokens.train, tokens.vocab)
-    progress = Progress(options.steps)
-    total, active = model.param_count()
-    progress.message(
-        f"{options.preset}: {total / 1e6:.1f} M parameters, {active / 1e6:.1f} M active per token; "
-        f"{len(tokens.train):,} tokens of text; the first step compiles"
-    )
+    progress, folder = Progress(options.steps), None
     try:
+        model = xtf.models.preset(options.preset)
+        total, active = model.param_count()
+        check_fits(total, available_memory(), f"--preset {options.preset}")
+        tokens = Tokens.demo()
+        batch_at = batches(tokens.train, batch=options.batch, seq=options.seq, seed=options.seed)
+        held_out = list(windows(tokens.held_out, batch=options.batch, seq=options.seq))
+        if model.vocab < tokens.vocab:
+            raise ValueError(
+                f"--preset {options.preset} has a vocabulary of {model.vocab}, the tokenizer one of {tokens.vocab}: take another"
+            )
+        step = _step(model, options)
+        folder = new_folder(options.out)
+        _write_json(folder / "config.json", _description(model, options, tokens))
+        entropy = unigram_entropy(tokens.held_out, tokens.train, tokens.vocab)
+        progress.message(
+            f"{options.preset}: {count(total)} parameters, {count(active)} active per token; "
+            f"{len(tokens.train):,} tokens of text; the first step compiles"
+        )
         with MetricsWriter(folder, tensorboard=options.tensorboard) as writer:
             state, done, loss = _loop(step, options, progress, writer, batch_at, held_out)
         params = step.full(state.params)
@@ -139,7 +143,7 @@ def _loop(
     """Train until the last step, or until Ctrl-C. Returns the state, how many steps were done, and the last held-out loss."""
     state, done, loss = step.init(options.seed), 0, float("nan")
     due = {round(options.steps * (i + 1) / options.evaluations) for i in range(options.evaluations)}
-    say = "stopping after this step; Ctrl-C again stops at once"
+    say = "stopping after this step, then saving; Ctrl-C again stops at once and loses the steps that are not saved yet"
     with progress, deferred_interrupt(lambda: progress.message(say)) as interrupt:
         while done < options.steps and not interrupt.asked:
             # in the first step, which compiles for a while, there is nothing to save yet, and nothing waits
@@ -147,7 +151,7 @@ def _loop(
                 batch = batch_at(done)
                 state, metrics = step(state, batch)
                 done += 1
-                progress.update(done, loss=float(metrics["cross_entropy"]), tokens=batch["input_ids"].numel())
+                progress.update(done, loss=float(metrics["cross_entropy"]), tokens=int(metrics["tokens"]))
                 extra = {} if progress.tokens_per_second is None else {"tokens_per_second": progress.tokens_per_second}
                 if done in due or interrupt.asked:
                     progress.pause()
