@@ -42,7 +42,7 @@ class DecoderConfig:
         max_position_embeddings: tokens of context, for transformers and for ``dynamic`` scaling of positions.
         rope: the rotary embedding.
         bos_token_id, eos_token_id, pad_token_id: of the tokenizer, so that what is saved generates, and stops, as what was read;
-            ``eos_token_id`` may be several. Training does not use them.
+            ``eos_token_id`` may be several. Training does not use them, and they do not count where two configs are compared.
 
     Raises:
         ValueError: for a field of a wrong type, and for sizes that do not fit each other.
@@ -60,9 +60,9 @@ class DecoderConfig:
     initializer_range: float = 0.02
     max_position_embeddings: int = 32768
     rope: Rope = field(default_factory=Rope)
-    bos_token_id: int | None = None
-    eos_token_id: int | tuple[int, ...] | None = None
-    pad_token_id: int | None = None
+    bos_token_id: int | None = field(default=None, compare=False)
+    eos_token_id: int | tuple[int, ...] | None = field(default=None, compare=False)
+    pad_token_id: int | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim"):

@@ -91,7 +91,7 @@ PRESETS: dict[str, DecoderConfig] = {
         num_experts=8,
         num_experts_per_tok=2,
         norm_topk_prob=True,
-        router_aux_loss_coef=0.01,
+        router_aux_loss_coef=0.02,
         max_position_embeddings=2048,
         rope=Rope(theta=1e4),
     ),

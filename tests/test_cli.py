@@ -6,8 +6,6 @@ import io
 import json
 import math
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -365,22 +363,6 @@ def test_available_memory_is_a_number_of_bytes() -> None:
     available = available_memory()
     assert available is not None and 0 < available <= psutil.virtual_memory().total
     check_fits(10**18, None, "a model")  # where it is not known, nothing is refused
-
-
-@pytest.mark.parametrize("args", [["train"], ["--version"]])
-def test_the_script_while_it_imports(args: list[str], tmp_path: Path) -> None:
-    """Ctrl-C during imports, which take seconds, is quiet; and ``--version`` imports nothing."""
-    (tmp_path / "xtf").mkdir()
-    (tmp_path / "xtf" / "__init__.py").write_text("import signal\ntry: signal.raise_signal(signal.SIGINT)\nexcept BaseException: pass\n")
-    (tmp_path / "xtf-7.0.dist-info").mkdir()
-    (tmp_path / "xtf-7.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: xtf\nVersion: 7.0\n")
-    script = (
-        f"import signal, sys; sys.path[:0] = [{str(tmp_path)!r}, {str(ROOT)!r}]; sys.argv = ['xtf', *{args!r}]\n"
-        "signal.signal(signal.SIGINT, signal.default_int_handler)\nimport xtf_command; sys.exit(xtf_command.main())"
-    )
-    ended = subprocess.run([sys.executable, "-I", "-c", script], capture_output=True, text=True, timeout=60)
-    wanted = (0, "xtf 7.0\n", "") if args == ["--version"] else (130, "", "")
-    assert (ended.returncode, ended.stdout, ended.stderr) == wanted
 
 
 @pytest.mark.parametrize(

@@ -449,7 +449,8 @@ def test_token_ids_are_kept(name: str, eos: Any) -> None:
     ids = {"bos_token_id": 1, "eos_token_id": eos, "pad_token_id": 0}
     model = models.from_hf(CONFIGS[name] | ids)
     assert {key: model.hf_config[key] for key in ids} == ids
-    assert models.from_hf(model.hf_config).config == model.config and hash(model.config) is not None
+    assert models.from_hf(model.hf_config).hf_config == model.hf_config
+    assert model.config == small(name).config and hash(model.config) == hash(small(name).config)  # the same is computed
     assert not set(ids) & set(small(name).hf_config)
     with pytest.raises(ValueError, match="eos_token_id='</s>' is a str; expected an integer"):
         models.from_hf(CONFIGS[name] | {"eos_token_id": "</s>"})

@@ -208,29 +208,30 @@ class _Walk:
     def _own(self, stage: Stage) -> dict[str, Tensor]:
         return {name: self.params[path] for name, path in stage.params.items()}
 
-    def _start_gathers(self, at: int) -> None:
-        """Start what is due by now, labelled with the task it is for."""
-        now = self.task
-        while self.next_session < len(self.sessions) and self.sessions[self.next_session].start <= at:
-            session = self.sessions[self.next_session]
-            stage, self.task = self.program[session.node], self.order[session.first]
-            assert isinstance(stage, Stage) and stage.gather is not None
-            self.gathering.append((session, self._start("gather", stage.name, stage.gather, self._own(stage))))
-            self.next_session += 1
-        self.task = now
+    def _start_gather(self) -> None:
+        """Start the next gather, labelled with the task it is for."""
+        session, now = self.sessions[self.next_session], self.task
+        stage, self.task = self.program[session.node], self.order[session.first]
+        assert isinstance(stage, Stage) and stage.gather is not None
+        self.gathering.append((session, self._start("gather", stage.name, stage.gather, self._own(stage))))
+        self.next_session, self.task = self.next_session + 1, now
 
     def _gathered(self, at: int, stage: Stage, pair: Pair) -> Mapping[str, Tensor]:
-        """This stage's parameters; before they are waited for, the next gather is under way."""
+        """This stage's parameters; when they have come, the next gather starts, so that it is under way while the stage runs and
+        no more than two stages are in memory."""
         if self.task.direction == "backward" and not pair.needs_params:
             return {}
         if stage.gather is None:
             return self._own(stage)
         index = self.task.node
-        self._start_gathers(at)
         if index not in self.whole:
+            if not self.gathering:  # the first of all
+                self._start_gather()
             session, handle = self.gathering.popleft()
             self.whole[index] = self._wait("gather", stage.name, stage.gather, handle)
             self.until[index] = session.last
+        while self.next_session < len(self.sessions) and self.sessions[self.next_session].start <= at:
+            self._start_gather()
         return self.whole[index]
 
     def _release(self, at: int, stage: Stage) -> None:
