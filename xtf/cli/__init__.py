@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -40,6 +41,8 @@ def main(args: Sequence[str] | None = None) -> int:
     if given in (["--version"], ["-V"]):
         print(f"xtf {import_module('xtf').__version__}")
         return 0
+    # torch looks for a CUDA compiler when it generates code, and warns in the midst of the progress line where it finds half of one
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     errors = Console(stderr=True, highlight=False, soft_wrap=True)
     try:
         return _dispatch(given)

@@ -110,8 +110,8 @@ def run(options: TrainOptions, *, console: Console | None = None) -> Path:
             )
         step = _step(model, options)
         folder = new_folder(options.out)
-        _write_json(folder / "config.json", _description(model, options, tokens))
         entropy = unigram_entropy(tokens.held_out, tokens.train, tokens.vocab)
+        _write_json(folder / "config.json", _description(model, options, tokens, entropy))
         progress.message(
             f"{options.preset}: {count(total)} parameters, {count(active)} active per token; "
             f"{len(tokens.train):,} tokens of text; the first step compiles"
@@ -200,13 +200,18 @@ def _step(model: Model, options: TrainOptions) -> TrainStep:
     return xtf.compile(xtf.compose(chunk_loss())(xtf.train_step(model, optimizer)), backend=options.backend, donate=True)
 
 
-def _description(model: Model, options: TrainOptions, tokens: Tokens) -> dict[str, Any]:
+def _description(model: Model, options: TrainOptions, tokens: Tokens, entropy: float) -> dict[str, Any]:
     total, active = model.param_count()
     return {
         "command": "train",
         "options": {name: str(v) if isinstance(v, Path) else v for name, v in dataclasses.asdict(options).items()},
         "model": {"family": model.family, "parameters": total, "active_parameters_per_token": active, "config": dict(model.hf_config)},
-        "data": {"train_tokens": len(tokens.train), "held_out_tokens": len(tokens.held_out), "vocab": tokens.vocab},
+        "data": {
+            "train_tokens": len(tokens.train),
+            "held_out_tokens": len(tokens.held_out),
+            "vocab": tokens.vocab,
+            "unigram_entropy": entropy,
+        },
         "versions": {"xtf": xtf.__version__, "torch": torch.__version__, "python": platform.python_version()},
         "threads": torch.get_num_threads(),
     }
