@@ -13,11 +13,12 @@ from torch import Tensor
 import xtf
 from tests import laws
 from xtf import optim, testing, tree
+from xtf.describe import fold
 from xtf.mesh import Mesh, simulate, split_batch
 from xtf.placement import Placement, Split, place
 from xtf.spec import Init, ParamSpec
 from xtf.stage import Program, Stage
-from xtf.step import TrainStep, compose, fold, merge_axes, train_step
+from xtf.step import TrainStep, compose, merge_axes, train_step
 from xtf.transforms import accumulate, chunk_loss, precision, shard
 
 Transform = testing.Transform

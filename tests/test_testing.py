@@ -11,8 +11,6 @@ import pytest
 import torch
 from torch import Tensor
 
-import xtf.step
-import xtf.walk
 from tests import laws
 from xtf import optim, testing, tree
 from xtf.batch import normalizer
@@ -20,6 +18,7 @@ from xtf.collectives import Axis
 from xtf.placement import Placed, reduce_transfer
 from xtf.stage import Pair, Program, Stage, Transfer
 from xtf.step import TrainStep, compose
+from xtf.step_loss import StepLoss
 from xtf.testing import LawError
 from xtf.transforms import accumulate, chunk_loss, shard
 
@@ -218,12 +217,12 @@ def test_weights_that_are_forgotten() -> None:
 
 @pytest.mark.parametrize("model", ["llama", "qwen3_moe"])
 def test_a_wrong_token_count(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    metrics = xtf.step._Run.metrics  # pyright: ignore[reportPrivateUsage]
+    metrics = StepLoss.metrics
 
     def counted(self: Any, values: Any) -> Any:
         return metrics(self, values) | {"tokens": torch.stack([m["valid"].sum() for m in self.micros]).sum()}
 
-    monkeypatch.setattr(xtf.step._Run, "metrics", counted)  # pyright: ignore[reportPrivateUsage]
+    monkeypatch.setattr(StepLoss, "metrics", counted)
     assert "max|reference|" in line(caught(lambda step: step, model=model), "metric tokens")
 
 
@@ -466,12 +465,12 @@ def test_a_backward_that_drops_a_path() -> None:
 
 def test_auxiliary_gradients_of_another_scale(monkeypatch: pytest.MonkeyPatch) -> None:
     """Seeds of the statistics doubled: the loss is right, the router's gradient is not."""
-    seeds = xtf.step._Run.seeds  # pyright: ignore[reportPrivateUsage]
+    seeds = StepLoss.seeds
 
     def doubled(self: Any, micro: int, values: Any) -> Any:
         return {name: value * (1 if name == "loss" else 2) for name, value in seeds(self, micro, values).items()}
 
-    monkeypatch.setattr(xtf.step._Run, "seeds", doubled)  # pyright: ignore[reportPrivateUsage]
+    monkeypatch.setattr(StepLoss, "seeds", doubled)
     message = caught(lambda step: step, model="qwen3_moe")
     assert line(message, "gradient of layers.0.moe.router") and "metric loss" not in message
 

@@ -16,18 +16,20 @@ import torch
 from torch import Tensor
 
 from xtf import tree
-from xtf.batch import Batch, normalizer
+from xtf.batch import Batch
 from xtf.collectives import Axis
+from xtf.describe import describe
 from xtf.mesh import join
-from xtf.model import RESULTS, Model, statistics
+from xtf.model import Model
 from xtf.ops import Ops
 from xtf.ops.lowering import best
 from xtf.optim import Optimizer, apply_updates
 from xtf.placement import Placed, Placement, cut, gather_transfer, place, reduce_transfer, uncut
-from xtf.record import Event, Record
+from xtf.record import Record
 from xtf.spec import ParamSpec
 from xtf.stage import Lower, Pair, Program, Stage
 from xtf.state import State
+from xtf.step_loss import StepLoss
 from xtf.tree import Path, Tree
 from xtf.walk import walk
 
@@ -289,7 +291,7 @@ class TrainStep:
 
     def evaluate(self, params: Tree, batch: Batch, *, record: Record | None = None) -> dict[str, Tensor]:
         """The metrics of a batch without training on it: ``loss``, ``cross_entropy``, ``tokens`` and the auxiliary loss's."""
-        run = _Run(self, batch, record)
+        run = StepLoss(self, batch, record)
         values = walk(self.program, self.pairs, self._local(params), run.micros, keep=run.keep, record=record).values
         if self.model.aux_scope == "step":
             run.count(values)
@@ -299,7 +301,7 @@ class TrainStep:
         return run.metrics(values)
 
     def _differentiate(self, params: Tree, batch: Batch, record: Record | None) -> tuple[dict[str, Tensor], Tree]:
-        local, run = self._local(params), _Run(self, batch, record)
+        local, run = self._local(params), StepLoss(self, batch, record)
         if self.model.aux is not None and self.model.aux_scope == "step":
             run.count(walk(self.program, self.pairs, local, run.micros, keep=run.keep, record=record).values)
         trained = frozenset(path for path, spec in self.specs.items() if spec.trainable)
@@ -309,87 +311,6 @@ class TrainStep:
 
     def __repr__(self) -> str:
         return describe(self)
-
-
-class _Run:
-    """What one evaluation of the loss needs besides the walk: constants, normalisation over ranks, and auxiliary losses."""
-
-    def __init__(self, step: TrainStep, batch: Batch, record: Record | None) -> None:
-        self.step, self.record = step, record
-        batches = list(step.split(batch))
-        if not batches:
-            raise ValueError("the batch seam gave no micro-batch; a step needs at least one")
-        self.micros = [step.model.pack(b) for b in batches]
-        self.stats = statistics(step.program)
-        self.keep = (*RESULTS, *self.stats)
-        own = [(m["weights"].double().sum(), m["valid"].sum(), (m["weights"] != 0).sum()) for m in self.micros]
-        totals = self.sum(torch.stack([torch.stack([v.double() for v in row]) for row in own]))
-        self.weights, self.tokens, self.supervised = totals[:, 0], totals[:, 1].long(), totals[:, 2].long()
-        scale = normalizer(self.weights.sum())
-        for micro in self.micros:
-            micro["normalizer"] = scale
-        self.shares = self.weights * scale  # of each micro-batch in the loss
-        self.aux: list[tuple[Tensor, dict[str, Tensor]]] = []
-        self.counted: dict[str, Tensor] | None = None
-
-    def sum(self, value: Tensor) -> Tensor:
-        """A small tensor summed over all ranks that hold tokens."""
-        axis = self.step.token_axis
-        if axis is None or axis.size == 1:
-            return value
-        work = axis.start_all_reduce(value, label="scalars")
-        if self.record is not None:
-            self.record.add(Event("start", "scalars", "step", "update", bytes=work.bytes, stream="comm"))
-        return work.wait()
-
-    def _global(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Statistics summed over ranks, in one collective."""
-        parts = [values[name] for name in self.stats]
-        flat = self.sum(torch.cat([p.detach().reshape(-1).double() for p in parts]))
-        pieces = torch.split(flat, [p.numel() for p in parts])
-        return {n: piece.view(p.shape).to(p.dtype) for n, p, piece in zip(self.stats, parts, pieces, strict=True)}
-
-    def seeds(self, micro: int, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Cotangents: one for the loss (its scale is in the constants), and those of the auxiliary loss for the statistics."""
-        seeds = {"loss": torch.ones_like(values["loss"])}
-        if self.step.model.aux is None or not self.stats:
-            return seeds
-        if self.counted is None:
-            grads = self._differentiate_aux(self._global(values), self.tokens[micro], self.shares[micro])
-        else:
-            grads = self.counted
-        return seeds | grads
-
-    def count(self, values: Sequence[Mapping[str, Tensor]]) -> None:
-        """Take the statistics of the whole step, which a counting forward has left, for the auxiliary loss."""
-        if self.step.model.aux is None or not self.stats:
-            return
-        total = {name: torch.stack([v[name] for v in values]).sum(0) for name in self.stats}
-        self.counted = self._differentiate_aux(self._global(total), self.tokens.sum(), self.shares.sum())
-
-    def _differentiate_aux(self, stats: dict[str, Tensor], tokens: Tensor, share: Tensor) -> dict[str, Tensor]:
-        aux = self.step.model.aux
-        assert aux is not None
-        floats = {name: value for name, value in stats.items() if value.is_floating_point()}
-
-        def loss(floats: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-            value, metrics = aux(stats | floats, tokens)
-            return value * share.to(value.dtype), metrics
-
-        with torch.enable_grad():
-            grads, (value, metrics) = torch.func.grad_and_value(loss, has_aux=True)(floats)
-        self.aux.append((value.detach(), {name: m.detach() * share.to(m.dtype) for name, m in metrics.items()}))
-        return grads
-
-    def metrics(self, values: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-        """Global metrics of the run; those of the auxiliary loss are averaged over micro-batches by their share in the loss."""
-        own = [torch.stack([v.get(name, v["loss"]).detach() for v in values]).sum() for name in RESULTS]
-        loss, cross_entropy = self.sum(torch.stack(own))
-        found = {"loss": loss, "cross_entropy": cross_entropy, "tokens": self.supervised.sum()}
-        for value, metrics in self.aux:
-            found["loss"] = found["loss"] + value.to(loss.dtype)
-            found |= {name: found[name] + m if name in found else m for name, m in metrics.items()}
-        return found
 
 
 def merge_axes(axes: Sequence[Axis]) -> tuple[Axis, ...]:
@@ -432,53 +353,6 @@ def _check_program(program: Program) -> None:
                 )
     if "loss" not in written:
         raise ValueError(f"no stage writes 'loss'; the program writes {sorted(written)}")
-
-
-def describe(step: TrainStep) -> str:
-    """A readable account of the step: transforms, and what each seam now is."""
-    total, active = step.model.param_count()
-    kept = sum(torch.Size(p.shape()).numel() for p in step.placements.values())
-    kinds = [node.kind if isinstance(node, Stage) else "exchange" for node in step.program]
-    precision = ", ".join(
-        f"{f.name} {getattr(step.precision, f.name)}" for f in dataclasses.fields(Precision) if getattr(step.precision, f.name)
-    )
-    rows = [
-        ("model", f"{step.model.family}, {total:,} parameters, {active:,} active per token"),
-        ("transforms", " · ".join(reversed(step.stack)) or "none"),
-        ("tokens over", ", ".join(f"{a.name} ({a.size})" for a in step.token_axes) or "one rank"),
-        ("parameters", f"{kept:,} on this rank" + "".join(f", {name} over {axis.name}" for name, axis in step.owned.items())),
-        ("precision", precision or str(next(iter(step.specs.values())).dtype)),
-        ("program", f"{len(kinds)} stages: {fold(kinds)}"),
-        (
-            "transfers",
-            fold([name for name in ("gather", "reduce", "store", "fetch") for n in step.program if getattr(n, name, None)]) or "none",
-        ),
-        ("backend", step.compilation.backend + (", donating" if step.compilation.donate else "")),
-    ]
-    return "TrainStep\n" + "\n".join(f"  {name:<12}{text}" for name, text in rows)
-
-
-def fold(names: Sequence[str]) -> str:
-    """A sequence of names with its repetitions counted.
-
-    Example:
-        >>> fold(["embed", "attention", "mlp", "attention", "mlp", "loss"])
-        'embed, 2 × (attention, mlp), loss'
-    """
-    out: list[str] = []
-    at = 0
-    while at < len(names):
-        best_width, best_count = 1, 1
-        for width in range(1, (len(names) - at) // 2 + 1):
-            unit, count = names[at : at + width], 1
-            while list(names[at + count * width : at + (count + 1) * width]) == list(unit):
-                count += 1
-            if count > 1 and width * count > best_width * best_count:
-                best_width, best_count = width, count
-        unit = ", ".join(names[at : at + best_width])
-        out.append(unit if best_count == 1 else f"{best_count} × ({unit})" if best_width > 1 else f"{best_count} × {unit}")
-        at += best_width * best_count
-    return ", ".join(out)
 
 
 def train_step(model: Model, optimizer: Optimizer, *, device: torch.device | str = "cpu") -> TrainStep:
