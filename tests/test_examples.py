@@ -72,6 +72,6 @@ def test_finetune_first_layers(ranks: int, real_inputs: Path, tmp_path: Path) ->
 
 @pytest.mark.full
 def test_finetune_whole_model_on_two_ranks(real_inputs: Path, tmp_path: Path) -> None:
-    before, after = finetune(real_inputs, tmp_path / "out", 2, "--steps", "20", "--rows", "8", "--seq", "256", "--lr", "2e-4")
+    before, after = finetune(real_inputs, tmp_path / "out", 2, "--steps", "32", "--rows", "8", "--seq", "256", "--lr", "2e-4")
     assert after < before - 0.1
     assert loss_in_transformers(tmp_path / "out", real_inputs, 64, 256) == pytest.approx(after, abs=1e-4)
