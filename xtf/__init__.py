@@ -1,7 +1,7 @@
 """xtf trains very large sparse mixture-of-experts language models with plain functions and composable transforms."""
 
 from xtf import data, models, optim, testing, transforms, tree
-from xtf.checkpoint import CheckpointError, load, load_params, save, save_params
+from xtf.checkpoint import CheckpointError, load, load_params, load_state, save, save_params, save_state
 from xtf.compile import compile
 from xtf.mesh import Mesh, mesh, simulate, split_batch
 from xtf.model import Model
@@ -30,11 +30,13 @@ __all__ = [
     "data",
     "load",
     "load_params",
+    "load_state",
     "mesh",
     "models",
     "optim",
     "save",
     "save_params",
+    "save_state",
     "simulate",
     "split_batch",
     "testing",

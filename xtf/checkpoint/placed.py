@@ -32,7 +32,7 @@ class _Stored:
 
 
 def load(step: TrainStep, path: str | os.PathLike[str], *, ignore: Sequence[str] = ()) -> State:
-    """A state with the parameters of a Hugging Face checkpoint, a fresh optimizer state, and step 0.
+    """A state with the parameters of a Hugging Face or a training checkpoint, a fresh optimizer state, and step 0.
 
     Each rank reads only the blocks it keeps, straight to the step's device, in the dtypes in which the step stores them.
 
@@ -89,21 +89,21 @@ def save(
             check_target(path, tokenizer_from)
     except Exception as problem:
         error = problem
-    _agree(everyone, error, path)
+    _agree(everyone, error, path, step.device)
     try:
         save_leaves(step.model, get_leaf, path, shard_bytes=shard_bytes, tokenizer_from=tokenizer_from, write=writes)
     except OSError as problem:
         error = problem
         for leaf in tuple(waiting):  # the other ranks gather to the end; what cannot be written is gathered with them
             get_leaf(leaf)
-    _agree(everyone, error, path)
+    _agree(everyone, error, path, step.device)
 
 
-def _agree(everyone: Axis | None, error: Exception | None, path: str | os.PathLike[str]) -> None:
+def _agree(everyone: Axis | None, error: Exception | None, path: str | os.PathLike[str], device: torch.device) -> None:
     """Raise on every rank if one of them failed: its own error there, a `CheckpointError` elsewhere."""
     failed = 0
     if everyone is not None:
-        failed = int(everyone.start_all_reduce(torch.tensor(int(error is not None)), "max", label="checkpoint").wait())
+        failed = int(everyone.start_all_reduce(torch.tensor(int(error is not None), device=device), "max", label="checkpoint").wait())
     if error is not None:
         raise error
     if failed:

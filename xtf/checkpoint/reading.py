@@ -28,6 +28,7 @@ from xtf.checkpoint.folder import (
     read_json,
     tensor_shapes,
 )
+from xtf.checkpoint.training_index import is_training, read_params
 from xtf.checkpoint_map import Named, Range, fill
 from xtf.spec import ParamSpec
 from xtf.tree import Path, Tree
@@ -55,11 +56,12 @@ class _Tensor:
 
 
 def load_params(model: Described, path: str | os.PathLike[str], *, ignore: Sequence[str] = (), device: str | torch.device = "cpu") -> Tree:
-    """The model's whole parameters from a Hugging Face checkpoint folder.
+    """The model's whole parameters from a Hugging Face checkpoint folder, or from a training checkpoint (`xtf.save_state`).
 
     Args:
         model: says which leaves there are (``specs``) and where each is found (``sources``).
-        path: a folder with ``config.json`` and ``model.safetensors``, or several files and ``model.safetensors.index.json``.
+        path: a folder with ``config.json`` and ``model.safetensors``, or several files and ``model.safetensors.index.json``; or a
+            folder that `xtf.save_state` wrote.
         ignore: regular expressions; tensors whose whole name matches one may be in the checkpoint without being used.
         device: where the parameters are put.
 
@@ -81,14 +83,15 @@ def load_leaves(
     ignore: Sequence[str] = (),
     device: str | torch.device = "cpu",
 ) -> dict[Path, Tensor]:
-    """A block of each leaf from a Hugging Face checkpoint folder; nothing outside the blocks is read.
+    """A block of each leaf from a Hugging Face checkpoint folder, or from a training checkpoint; nothing outside the blocks is read.
 
     Every name and shape is checked against the model, also of what lies outside the blocks. Rotary tables are ignored, and so is
     a tied ``lm_head.weight`` that equals the embedding (compared on the embedding's block).
 
     Args:
         model: says which leaves there are (``specs``) and where each is found (``sources``).
-        path: a folder with ``config.json`` and ``model.safetensors``, or several files and ``model.safetensors.index.json``.
+        path: a folder with ``config.json`` and ``model.safetensors``, or several files and ``model.safetensors.index.json``; or a
+            folder that `xtf.save_state` wrote.
         ranges: the block of each leaf; ``None`` for whole leaves.
         ignore: regular expressions; tensors whose whole name matches one may be in the checkpoint without being used.
         device: where the blocks are put; they are copied there from the mapped file directly.
@@ -103,6 +106,8 @@ def load_leaves(
     specs = leaf_specs(model)
     blocks = {leaf: _checked_ranges(leaf, spec, ranges) for leaf, spec in specs.items()}
     folder = existing_folder(path)
+    if is_training(folder):
+        return read_params(model, folder, blocks, device)
     config = read_config(folder)
     with ExitStack() as stack:
         tensors = _open(folder, stack)

@@ -22,7 +22,7 @@ from xtf.files import folder_atomically
 from xtf.spec import ParamSpec
 from xtf.tree import Path, Tree
 
-_DTYPES = {
+DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
     torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
     torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
@@ -120,7 +120,7 @@ def save_leaves(
         return
     tokenizer = check_target(path, tokenizer_from)
     with folder_atomically(path) as folder:
-        (folder / CONFIG).write_text(json.dumps(_config(model, specs), indent=2) + "\n", encoding="utf-8")
+        (folder / CONFIG).write_text(json.dumps(config_json(model, specs), indent=2) + "\n", encoding="utf-8")
         for file in tokenizer:
             shutil.copyfile(file, folder / file.name)
         if len(shards) > 1:
@@ -138,7 +138,7 @@ def save_leaves(
 def check_target(path: str | os.PathLike[str], tokenizer_from: str | os.PathLike[str] | None) -> list[FilePath]:
     """Raise a `CheckpointError` if nothing may be written at ``path``. Returns the tokenizer's files to copy."""
     _check_replaceable(FilePath(path))
-    return _tokenizer_files(tokenizer_from)
+    return tokenizer_files(tokenizer_from)
 
 
 def _write_leaf(model: Described, leaf: Path, spec: ParamSpec, value: Tensor, place: Mapping[str, tuple[BinaryIO, _Planned]]) -> None:
@@ -154,9 +154,9 @@ def _write_leaf(model: Described, leaf: Path, spec: ParamSpec, value: Tensor, pl
 def _plan(model: Described, shard_bytes: int) -> dict[str, list[_Planned]]:
     """The tensors of each file, in the order in which leaves are asked for, filled one file after another."""
     specs = leaf_specs(model)
-    unknown = sorted({str(spec.dtype) for spec in specs.values() if spec.dtype not in _DTYPES})
+    unknown = sorted({str(spec.dtype) for spec in specs.values() if spec.dtype not in DTYPES})
     if unknown:
-        raise ValueError(f"safetensors files have no dtype {unknown}; they have {sorted(str(d) for d in _DTYPES)}")
+        raise ValueError(f"safetensors files have no dtype {unknown}; they have {sorted(str(d) for d in DTYPES)}")
     shards: list[list[_Planned]] = [[]]
     filled = 0
     for leaf, parts in tensor_shapes(model).items():
@@ -189,7 +189,7 @@ def _header(shard: Sequence[_Planned]) -> bytes:
     offset = 0
     for planned in shard:
         offsets = [offset, offset + planned.bytes]
-        entries[planned.name] = {"dtype": _DTYPES[planned.dtype], "shape": list(planned.shape), "data_offsets": offsets}
+        entries[planned.name] = {"dtype": DTYPES[planned.dtype], "shape": list(planned.shape), "data_offsets": offsets}
         offset += planned.bytes
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
@@ -207,7 +207,7 @@ def _index(shards: Mapping[str, Sequence[_Planned]]) -> dict[str, object]:
     }
 
 
-def _config(model: Described, specs: Mapping[Path, ParamSpec]) -> dict[str, object]:
+def config_json(model: Described, specs: Mapping[Path, ParamSpec]) -> dict[str, object]:
     """The model's config.json, with the dtype that most parameters have."""
     elements = Counter[torch.dtype]()
     for spec in specs.values():
@@ -229,7 +229,7 @@ def _check_replaceable(target: FilePath) -> None:
         raise CheckpointError(f"{target} will not be overwritten, since it is not only a checkpoint ({what}): give another path")
 
 
-def _tokenizer_files(folder: str | os.PathLike[str] | None) -> list[FilePath]:
+def tokenizer_files(folder: str | os.PathLike[str] | None) -> list[FilePath]:
     if folder is None:
         return []
     files = [existing_folder(folder) / name for name in TOKENIZER]

@@ -1,0 +1,210 @@
+"""The index of a training checkpoint: what the folder holds, written last, and how leaves are read through it.
+
+A training checkpoint is a folder with ``state.json`` (the index), a file of blocks for each rank that had some to write
+(`xtf.checkpoint.shard_file`), ``config.json``, and perhaps the files of a tokenizer. The index names every leaf with its shape and
+dtype, and every file with its size and checksum, and has a checksum of itself. It says nothing of the layout that wrote it: which
+blocks there are stands in the files, and any layout may read them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path as FilePath
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from xtf.checkpoint.folder import INDEX, SINGLE, CheckpointError, Described, leaf_specs, read_json
+from xtf.checkpoint.shard_file import Written, crc32_of, damaged, read_shard
+from xtf.checkpoint_map import Range
+from xtf.tree import Path
+
+STATE = "state.json"
+PARAMS = "params."  # what the names of parameters begin with
+
+_FORMAT = "xtf training state"
+_VERSION = 1
+_SHOWN = 30  # names of each kind in one message
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """A whole leaf: its dtype as torch names it (``"float32"``), and its shape."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+    @staticmethod
+    def of(value: Tensor, shape: tuple[int, ...]) -> Leaf:
+        """A leaf of this whole shape, of which ``value`` is a block."""
+        return Leaf(str(value.dtype).removeprefix("torch."), shape)
+
+    def __str__(self) -> str:
+        return f"{self.dtype}{list(self.shape)}"
+
+
+@dataclass(frozen=True)
+class StateIndex:
+    """What ``state.json`` says.
+
+    Args:
+        folder: the folder it stands in.
+        step: updates so far.
+        extra: what the caller gave to be kept.
+        leaves: every leaf of the state by name.
+        records: for the place of each named tuple in the optimizer's state, the name of its class.
+        shards: the files of blocks.
+        others: all other files.
+    """
+
+    folder: FilePath
+    step: int
+    extra: Mapping[str, Any]
+    leaves: Mapping[str, Leaf]
+    records: Mapping[str, str]
+    shards: Mapping[str, Written]
+    others: Mapping[str, Written]
+
+    def write(self) -> None:
+        """Write ``state.json`` into the folder."""
+        about = {
+            "format": _FORMAT,
+            "version": _VERSION,
+            "step": self.step,
+            "extra": self.extra,
+            "leaves": {name: [leaf.dtype, list(leaf.shape)] for name, leaf in self.leaves.items()},
+            "records": self.records,
+            "shards": {name: [written.bytes, written.crc32] for name, written in self.shards.items()},
+            "others": {name: [written.bytes, written.crc32] for name, written in self.others.items()},
+        }
+        text = json.dumps({"crc32": _sum(about), "state": about}, indent=1)
+        (self.folder / STATE).write_text(text + "\n", encoding="utf-8")
+
+    def check_files(self, *, contents: bool = False) -> None:
+        """Raise a `CheckpointError` unless every file is there and of its size; with ``contents``, unless what is not blocks is also
+        the same bytes (blocks are verified when they are read)."""
+        for name, written in (*self.shards.items(), *self.others.items()):
+            file = self.folder / name
+            try:
+                size = file.stat().st_size
+            except FileNotFoundError:
+                raise damaged(file, "is missing") from None
+            if size != written.bytes:
+                raise damaged(file, f"has {size} bytes, {written.bytes} were written")
+            if contents and name in self.others and crc32_of(file) != written:
+                raise damaged(file, "has other bytes than were written (checksum)")
+
+    def read(self, wanted: Mapping[str, tuple[Sequence[Range], Tensor]]) -> None:
+        """Fill tensors with blocks of leaves, see `xtf.checkpoint.shard_file.read_shard`. One file is open at a time.
+
+        Raises:
+            CheckpointError: if a file is missing or damaged, or no file has some part of a block.
+        """
+        found = dict.fromkeys(wanted, 0)
+        for name, written in self.shards.items():
+            for leaf, count in read_shard(self.folder / name, written, wanted).items():
+                found[leaf] += count
+        lost = [f"{leaf} ({found[leaf]} of {out.numel()} elements)" for leaf, (_, out) in wanted.items() if found[leaf] != out.numel()]
+        if lost:
+            raise CheckpointError(f"the files of {self.folder} do not have every part of {listed(lost)}\nsave it again")
+
+
+def is_training(path: str | os.PathLike[str]) -> bool:
+    """Whether a folder is a training checkpoint, and not one in Hugging Face layout.
+
+    Raises:
+        CheckpointError: if it is both.
+    """
+    folder = FilePath(path)
+    if not (folder / STATE).is_file():
+        return False
+    both = [name for name in (SINGLE, INDEX) if (folder / name).exists()]
+    if both:
+        raise CheckpointError(f"{folder} holds a training checkpoint ({STATE}) and a Hugging Face one ({both[0]}): move one of them away")
+    return True
+
+
+def read_index(path: str | os.PathLike[str]) -> StateIndex:
+    """The index of a training checkpoint. Its files are not looked at.
+
+    Raises:
+        CheckpointError: if there is none, or it is damaged or of another version.
+    """
+    folder = FilePath(path)
+    if not folder.is_dir():
+        raise CheckpointError(f"no training checkpoint at {folder}: expected a folder that xtf.save_state wrote")
+    if not (folder / STATE).is_file():
+        what = "a Hugging Face checkpoint, read its parameters with xtf.load" if (folder / "config.json").is_file() else "something else"
+        raise CheckpointError(f"{folder} is not a training checkpoint, since it has no {STATE}; it is {what}")
+    found = read_json(folder / STATE, "is not a training checkpoint without it")
+    if not isinstance(found.get("state"), dict) or found.get("crc32") != _sum(found["state"]):
+        raise damaged(folder / STATE, "has other contents than were written (checksum)")
+    about = cast("dict[str, Any]", found["state"])
+    if (about.get("format"), about.get("version")) != (_FORMAT, _VERSION):
+        raise CheckpointError(
+            f"{folder / STATE} is {about.get('format')!r} version {about.get('version')}; this xtf reads {_FORMAT!r} version {_VERSION}"
+        )
+    leaves = cast("dict[str, tuple[str, list[int]]]", about["leaves"])
+    shards, others = (cast("dict[str, tuple[int, int]]", about[kind]) for kind in ("shards", "others"))
+    return StateIndex(
+        folder,
+        about["step"],
+        about["extra"],
+        {name: Leaf(dtype, tuple(shape)) for name, (dtype, shape) in leaves.items()},
+        about["records"],
+        {name: Written(*pair) for name, pair in shards.items()},
+        {name: Written(*pair) for name, pair in others.items()},
+    )
+
+
+def read_params(
+    model: Described, path: str | os.PathLike[str], blocks: Mapping[Path, Sequence[Range]], device: str | torch.device
+) -> dict[Path, Tensor]:
+    """A block of each parameter of a training checkpoint, in the dtypes of the model's specs.
+
+    Raises:
+        CheckpointError: if a file is missing or damaged, or the parameters are not the model's: all that differ are named.
+    """
+    index, specs = read_index(path), leaf_specs(model)
+    stored = {name.removeprefix(PARAMS): leaf for name, leaf in index.leaves.items() if name.startswith(PARAMS)}
+    missing, extra = [name for name in specs if name not in stored], [name for name in stored if name not in specs]
+    misshapen = {
+        name: f"{name}: the checkpoint has {stored[name]}, the model expects {Leaf.of(torch.empty(0, dtype=spec.dtype), spec.shape)}"
+        for name, spec in specs.items()
+        if name in stored
+        and (stored[name].shape != spec.shape or getattr(torch, stored[name].dtype).is_floating_point != spec.dtype.is_floating_point)
+    }
+    if missing or extra or misshapen:
+        raise CheckpointError(
+            f"the training checkpoint {index.folder} does not fit the model:"
+            + report({"missing": missing, "unknown to the model": extra, "misshapen": list(misshapen.values())}),
+            missing=missing,
+            extra=extra,
+            misshapen=list(misshapen),
+        )
+    found = {
+        name: torch.empty([stop - start for start, stop in blocks[name]], dtype=spec.dtype, device=device) for name, spec in specs.items()
+    }
+    index.read({PARAMS + name: (blocks[name], out) for name, out in found.items()})
+    return found
+
+
+def report(kinds: Mapping[str, Sequence[str]]) -> str:
+    """Lines of a message: how many there are of each kind, and which."""
+    return "".join(f"\n  {len(rows)} {what}: {listed(rows)}" for what, rows in kinds.items() if rows)
+
+
+def listed(rows: Sequence[str]) -> str:
+    """Rows, each on its own line, the first `_SHOWN` of them."""
+    more = [f"... and {len(rows) - _SHOWN} more"] if len(rows) > _SHOWN else []
+    return "".join(f"\n    {row}" for row in [*rows[:_SHOWN], *more])
+
+
+def _sum(about: Any) -> int:
+    """A checksum of a JSON value, however it is laid out."""
+    return zlib.crc32(json.dumps(about, sort_keys=True, separators=(",", ":")).encode())
