@@ -1,11 +1,9 @@
-"""The shipped text and tokenizer, batches of them, conversations, and packing."""
+"""The shipped text and tokenizer, batches of them, and packing."""
 
 from __future__ import annotations
 
 import hashlib
-import json
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,10 +16,8 @@ from xtf.data import (
     Tokens,
     batches,
     demo_tokenizer,
-    encode_chat,
     load_corpus,
     pack_documents,
-    read_chat_jsonl,
     tokenize,
     unigram_entropy,
     windows,
@@ -30,6 +26,13 @@ from xtf.data.text import CORPUS_FILE, TOKENIZER_FILE
 from xtf.data.train_tokenizer import SPECIAL, VOCAB, train
 
 # ---- the text and its tokenizer ----
+
+
+@pytest.fixture(scope="module")
+def hf_tokenizer() -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(TOKENIZER_FILE.parent)
 
 
 def test_corpus_is_the_work_alone() -> None:
@@ -175,141 +178,6 @@ def test_unigram_entropy_of_the_demo_is_below_uniform() -> None:
 def test_unigram_entropy_refuses_foreign_ids(held_out: list[int], train: list[int]) -> None:
     with pytest.raises(ValueError, match=r"vocabulary of 4|non-empty"):
         unigram_entropy(torch.tensor(held_out, dtype=torch.int64), torch.tensor(train), 4)
-
-
-# ---- conversations ----
-
-CHAT = [
-    {"role": "system", "content": "Be brief."},
-    {"role": "user", "content": "What is his name?"},
-    {"role": "assistant", "content": "Bingley."},
-    {"role": "user", "content": "Is he married or single? Bingley."},
-    {"role": "assistant", "content": "Oh! Single, my dear."},
-]
-
-# Like Qwen3's: an empty thought stands before the answers after the last question, and before no earlier one.
-THINKING = (
-    "{% set ns = namespace(last=0) %}"
-    "{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
-    "{% if m.role == 'assistant' and loop.index0 > ns.last %}<think>\n\n</think>\n\n{% endif %}"
-    "{{ m.content.strip() }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-
-
-@pytest.fixture(scope="module")
-def hf_tokenizer() -> Any:
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(TOKENIZER_FILE.parent)
-
-
-def learned(tokenizer: Any, ids: list[int], labels: list[int]) -> list[str]:
-    """The texts of the runs of labels that are learned."""
-    assert all(label in (IGNORE, id_) for id_, label in zip(ids, labels, strict=True))
-    runs: list[list[int]] = [[]]
-    for label in labels:
-        if label != IGNORE:
-            runs[-1].append(label)
-        elif runs[-1]:
-            runs.append([])
-    return [tokenizer.decode(run) for run in runs if run]
-
-
-def test_learned_are_the_answers_and_their_end_marks(hf_tokenizer: Any) -> None:
-    ids, labels = encode_chat(hf_tokenizer, CHAT)
-    assert hf_tokenizer.decode(ids) == hf_tokenizer.apply_chat_template(CHAT, tokenize=False)
-    assert learned(hf_tokenizer, ids, labels) == ["Bingley.<|im_end|>", "Oh! Single, my dear.<|im_end|>"]
-
-
-def test_templates_that_write_earlier_turns_differently(hf_tokenizer: Any) -> None:
-    tokenizer = with_template(hf_tokenizer, THINKING)
-    ids, labels = encode_chat(tokenizer, CHAT)
-    assert learned(tokenizer, ids, labels) == ["Bingley.<|im_end|>", "<think>\n\n</think>\n\nOh! Single, my dear.<|im_end|>"]
-
-
-def test_space_around_an_answer_that_the_template_strips(hf_tokenizer: Any) -> None:
-    tokenizer = with_template(hf_tokenizer, THINKING)
-    chat = [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "  Darcy \n"}]
-    assert learned(tokenizer, *encode_chat(tokenizer, chat)) == ["<think>\n\n</think>\n\nDarcy<|im_end|>"]
-
-
-def test_long_conversations_are_cut(hf_tokenizer: Any) -> None:
-    whole_ids, whole_labels = encode_chat(hf_tokenizer, CHAT)
-    for length in (2, 20, len(whole_ids), 10_000):
-        assert encode_chat(hf_tokenizer, CHAT, length) == (whole_ids[:length], whole_labels[:length])
-    with pytest.raises(ValueError, match="max_length is 1"):
-        encode_chat(hf_tokenizer, CHAT, 1)
-
-
-@pytest.mark.parametrize(
-    ("template", "chat", "message"),
-    [
-        ("{% for m in messages %}{{ m.content | upper }}.{% endfor %}", CHAT, "message 2.*rewrites its text 'Bingley.'"),
-        ("{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}", CHAT, "renders what precedes it differently"),
-        ("{{ raise_exception('no system role') }}", CHAT, "refuses the roles .*no system role"),
-        (None, CHAT[:2], "no message has the role 'assistant'"),
-        (None, CHAT[2:], "must begin with a system or user message"),
-        (None, [], "non-empty list"),
-        (None, [{"role": "user"}], 'message 0: "content" must be a non-empty string'),
-        (None, [{"role": "user", "content": "a"}, {"role": "assistant", "content": " "}], 'message 1: "content"'),
-    ],
-)
-def test_conversations_that_cannot_be_encoded(hf_tokenizer: Any, template: str | None, chat: list[dict[str, str]], message: str) -> None:
-    tokenizer = hf_tokenizer if template is None else with_template(hf_tokenizer, template)
-    with pytest.raises(ValueError, match=message):
-        encode_chat(tokenizer, chat)
-
-
-def test_tokenizers_that_cannot_encode_conversations(hf_tokenizer: Any) -> None:
-    with pytest.raises(ValueError, match="fast tokenizer"):
-        encode_chat(demo_tokenizer(), CHAT)
-    with pytest.raises(ValueError, match="chat_template"):
-        encode_chat(with_template(hf_tokenizer, None), CHAT)
-
-
-def with_template(tokenizer: Any, template: str | None) -> Any:
-    import copy
-
-    other = copy.copy(tokenizer)
-    other.chat_template = template
-    return other
-
-
-def test_chat_files_are_read(tmp_path: Path) -> None:
-    file = tmp_path / "chat.jsonl"
-    row = {"messages": CHAT, "id": 3}
-    file.write_text("\ufeff" + json.dumps(row) + "\n\n" + json.dumps(row) + "\n", encoding="utf-8")
-    assert read_chat_jsonl(file) == [CHAT, CHAT]
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (b"", "holds no conversation"),
-        (b"\n \n", "holds no conversation"),
-        (b'{"messages": [{"role": "user", "content": "Hi"}]}\n{"messages": [', "line 2: not JSON"),
-        (b"[1]", 'line 1: expected an object with the key "messages"'),
-        (b'{"text": "Hi"}', 'line 1: expected an object with the key "messages"'),
-        (b'\n{"messages": []}', 'line 2: "messages" must be a non-empty list'),
-        (b'{"messages": "Hi"}', 'line 1: "messages" must be a non-empty list'),
-        (b'{"messages": ["Hi"]}', 'line 1: message 0: "role" must be a non-empty string'),
-        (b'{"messages": [{"role": "user", "content": 3}]}', 'line 1: message 0: "content" must be a non-empty string'),
-        (b"\xff\xfe", "not UTF-8"),
-    ],
-)
-def test_wrong_chat_files_are_refused(tmp_path: Path, content: bytes, message: str) -> None:
-    file = tmp_path / "chat.jsonl"
-    file.write_bytes(content)
-    with pytest.raises(ValueError, match=message) as raised:
-        read_chat_jsonl(file)
-    assert str(file) in str(raised.value)
-
-
-def test_missing_chat_file(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"none\.jsonl: cannot be read: No such file"):
-        read_chat_jsonl(tmp_path / "none.jsonl")
 
 
 # ---- packing ----

@@ -47,15 +47,7 @@ def pack_documents(
             raise ValueError(f"document {index} has {len(ids)} ids and {len(labels)} labels: they must be equally many")
         if not 0 < len(ids) <= seq:
             raise ValueError(f"document {index} has {len(ids)} tokens, a row holds 1 to {seq}: cut or drop it, or give a larger seq")
-    rows: list[list[int]] = []  # the documents of each row
-    room: list[tuple[int, int]] = []  # (free tokens, row), sorted
-    for index, (ids, _) in enumerate(documents):
-        at = bisect_left(room, (len(ids), -1))
-        free, row = room.pop(at) if at < len(room) else (seq, len(rows))
-        if row == len(rows):
-            rows.append([])
-        rows[row].append(index)
-        insort(room, (free - len(ids), row))
+    rows = best_fit([len(ids) for ids, _ in documents], seq)
     packed = {
         "input_ids": torch.full((len(rows), seq), pad_id, dtype=torch.int64),
         "labels": torch.full((len(rows), seq), IGNORE, dtype=torch.int64),
@@ -71,3 +63,27 @@ def pack_documents(
             packed["document_ids"][row, begin:end] = index
             begin = end
     return packed
+
+
+def best_fit(lengths: Sequence[int], seq: int) -> list[list[int]]:
+    """The documents of each row: each, in the order given, goes into the fullest row with room for it.
+
+    Args:
+        lengths: tokens of each document, none more than ``seq``.
+        seq: tokens of a row.
+
+    Example:
+        >>> best_fit([3, 2, 1], 4)
+        [[0, 2], [1]]
+    """
+    rows: list[list[int]] = []
+    room: list[tuple[int, int]] = []  # (free tokens, row), sorted; full rows are taken out
+    for index, length in enumerate(lengths):
+        at = bisect_left(room, (length, -1))
+        free, row = room.pop(at) if at < len(room) else (seq, len(rows))
+        if row == len(rows):
+            rows.append([])
+        rows[row].append(index)
+        if free > length:
+            insort(room, (free - length, row))
+    return rows

@@ -1,0 +1,116 @@
+"""Packed batches: every document once an epoch, the same rows whoever asks."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from xtf.batch import check_batch, pack
+from xtf.data import Documents, PackedBatches, held_out_batches
+
+
+def documents(lengths: list[int]) -> Documents:
+    """Ids that name the document, so that each can be found again."""
+    return Documents.of([[i + 1] * n for i, n in enumerate(lengths)], [[0.0] + [0.5] * (n - 1) if n else [] for n in lengths])
+
+
+lengths = st.lists(st.integers(2, 7), min_size=1, max_size=30)
+
+
+@given(lengths, st.integers(1, 4), st.integers(0, 3))
+def test_each_epoch_has_every_document_once(sizes: list[int], rows: int, seed: int) -> None:
+    batches = PackedBatches(documents(sizes), rows=rows, seq=7, seed=seed)
+    flat = [row.tolist() for step in range(200) for row in batches.members(step)]
+    seen: list[int] = []
+    for row in flat:
+        assert sum(sizes[i] for i in row) <= 7
+        seen += row
+        if len(seen) >= 2 * len(sizes):
+            break
+    assert sorted(seen[: len(sizes)]) == list(range(len(sizes)))  # an epoch ends at a row's end
+    assert sorted(seen[len(sizes) : 2 * len(sizes)]) == list(range(len(sizes)))
+
+
+@given(lengths, st.integers(1, 5), st.integers(1, 4), st.integers(0, 20))
+def test_ranks_hold_the_rows_of_the_global_batch(sizes: list[int], rows: int, ranks: int, step: int) -> None:
+    batches = PackedBatches(documents(sizes), rows=rows, seq=7, seed=1)
+    whole = batches(step)
+    parts = [batches(step, rank, ranks) for rank in range(ranks)]
+    assert len({part["input_ids"].shape for part in parts}) == 1
+    for name, value in whole.items():
+        joined = torch.cat([part[name] for part in parts])
+        assert torch.equal(joined[:rows], value)
+    total = sum(int(n.sum()) for n in batches.lengths(step, ranks))
+    assert total == int((whole["document_ids"] >= 0).sum())
+
+
+def test_a_batch_is_one_and_asked_again_the_same() -> None:
+    docs = documents([5, 3, 4, 2, 6, 7])
+    a, b = (PackedBatches(docs, rows=2, seq=8, seed=3) for _ in range(2))
+    late = b(17)  # without asking for those before
+    assert all(torch.equal(late[name], a(17)[name]) for name in late)
+    batch = a(0)
+    check_batch(batch, 10)
+    assert set(batch) == {"input_ids", "labels", "loss_weights", "document_ids"}
+    weights = pack(batch)["weights"]
+    assert set(weights.unique().tolist()) <= {0.0, 0.5}
+    assert any(not torch.equal(a(0)["input_ids"], PackedBatches(docs, rows=2, seq=8, seed=s)(0)["input_ids"]) for s in range(4, 9))
+
+
+def test_epochs_are_counted() -> None:
+    batches = PackedBatches(documents([4] * 6), rows=2, seq=4, seed=0)
+    assert [batches.epoch(step) for step in (0, 1, 3, 7)] == [0, pytest.approx(1 / 3), 1, pytest.approx(7 / 3)]
+
+
+def test_held_out_has_every_document_once_on_any_ranks() -> None:
+    docs = documents([5, 3, 4, 2, 6, 7, 7])
+    for ranks in (1, 2, 3):
+        seen: list[int] = []
+        for rank in range(ranks):
+            for batch in held_out_batches(docs, rows=3, seq=8, rank=rank, ranks=ranks):
+                assert batch["input_ids"].shape == (3 if ranks == 1 else 2 if ranks == 2 else 1, 8)
+                seen += batch["document_ids"].unique().tolist()
+        assert sorted(i for i in seen if i >= 0) == list(range(7))
+
+
+def test_documents_that_teach_nothing_are_left_out() -> None:
+    docs = Documents.of([[1], [], [2, 3]])
+    assert [row.tolist() for row in PackedBatches(docs, rows=1, seq=4, seed=0).members(0)] == [[2]]
+    with pytest.raises(ValueError, match="none of the 2 documents has at least 2 tokens"):
+        PackedBatches(docs.select([0, 1]), rows=1, seq=4, seed=0)
+
+
+@pytest.mark.parametrize(("rows", "seq", "error"), [(0, 4, "rows is 0"), (1, 1, "seq is 1"), (1, 2, "use documents.limited")])
+def test_impossible_sizes_are_refused(rows: int, seq: int, error: str) -> None:
+    with pytest.raises(ValueError, match=error):
+        PackedBatches(documents([3]), rows=rows, seq=seq, seed=0)
+
+
+def test_limits_cut_or_split() -> None:
+    docs = Documents.of([[1, 2, 3, 4, 5], [6], [7, 8, 9]], [[0, 1, 1, 0, 1], [1], [0, 1, 1]])
+    split = docs.limited(2, long="split")
+    assert [split.fetch(i).ids.tolist() for i in range(len(split))] == [[1, 2], [3, 4], [5], [6], [7, 8], [9]]
+    assert split.fetch(1).weights.tolist() == [1, 0]
+    assert np.array_equal(split.lengths, [2, 2, 1, 1, 2, 1])
+    cut = docs.limited(4)
+    assert [cut.fetch(i).ids.tolist() for i in range(3)] == [[1, 2, 3, 4], [6], [7, 8, 9]]
+    joined = Documents.join([docs.select([2]), docs])
+    assert [joined.fetch(i).ids.tolist() for i in (0, 1, 3)] == [[7, 8, 9], [1, 2, 3, 4, 5], [7, 8, 9]]
+    auto = Documents.join([docs, Documents.of([[1, 2, 3]])]).limited(2, long="auto")
+    assert auto.lengths.tolist() == [2, 1, 2, 2, 1]  # the first and the third teach only some of their tokens
+    with pytest.raises(ValueError, match="expected 'cut', 'split' or 'auto'"):
+        docs.limited(4, long="drop")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match="at least 2 tokens"):
+        docs.limited(1)
+
+
+def test_bad_documents_are_refused() -> None:
+    with pytest.raises(ValueError, match="document 1 has the length -2"):
+        Documents(np.asarray([1, -2]), lambda i: Documents.of([[1]]).fetch(0))
+    with pytest.raises(ValueError, match="one sequence of integers"):
+        Documents(np.asarray([0.5]), lambda i: Documents.of([[1]]).fetch(0))
+    with pytest.raises(ValueError, match="one weight for each"):
+        Documents.of([[1, 2]], [[1.0]])

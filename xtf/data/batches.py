@@ -1,0 +1,135 @@
+"""Packed batches: documents laid greedily into rows, as a pure function of seed, step and rank."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from functools import lru_cache
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from xtf.batch import IGNORE
+from xtf.data.documents import Documents
+from xtf.data.packing import best_fit
+
+Rows = list[npt.NDArray[np.int64]]
+"""The documents of each row."""
+
+
+class PackedBatches:
+    """Batches of packed rows, epoch after epoch: a pure function of (seed, step, rank), so a resumed run needs its step alone.
+
+    In each epoch every document stands exactly once: the documents are shuffled, laid into rows by best fit, and the rows are
+    shuffled. Epochs follow each other row by row, so that a step may hold the last rows of one and the first of the next.
+    Documents of less than 2 tokens, which teach nothing, are not used.
+
+    Args:
+        documents: none longer than ``seq`` (`Documents.limited`).
+        rows: of a global batch.
+        seq: tokens of a row.
+        seed: of the order.
+        pad_id: the id that stands where no document does.
+
+    Raises:
+        ValueError: for sizes that are not possible, a document longer than a row, or no document at all.
+
+    Example:
+        >>> batches = PackedBatches(Documents.of([[1, 2, 3], [4, 5], [6, 7]]), rows=1, seq=4, seed=0)
+        >>> sorted(batches(0)["input_ids"].tolist() + batches(1)["input_ids"].tolist())
+        [[1, 2, 3, 0], [4, 5, 6, 7]]
+    """
+
+    def __init__(self, documents: Documents, *, rows: int, seq: int, seed: int, pad_id: int = 0) -> None:
+        if rows < 1 or seq < 2:
+            raise ValueError(f"rows is {rows} and seq is {seq}: a batch needs at least 1 row of 2 tokens (the first is never a target)")
+        lengths = documents.lengths
+        if len(lengths) and int(lengths.max()) > seq:
+            raise ValueError(f"a document has {int(lengths.max())} tokens, a row holds {seq}: use documents.limited({seq})")
+        self._used = np.flatnonzero(lengths > 1)
+        if not len(self._used):
+            raise ValueError(f"none of the {len(lengths)} documents has at least 2 tokens: there is nothing to train on")
+        self.documents, self.rows, self.seq, self.seed, self.pad_id = documents, rows, seq, seed, pad_id
+        self._ends = [0]  # the number of rows up to the end of each epoch that is known so far
+        self._plan = lru_cache(maxsize=3)(self._pack_epoch)
+
+    def _pack_epoch(self, epoch: int) -> Rows:
+        random = np.random.Generator(np.random.Philox(key=int.from_bytes(hashlib.sha256(f"{self.seed}/{epoch}".encode()).digest()[:16])))
+        order = random.permutation(self._used)
+        packed = best_fit(self.documents.lengths[order].tolist(), self.seq)
+        return [order[packed[at]] for at in random.permutation(len(packed))]
+
+    def _row(self, index: int) -> tuple[int, npt.NDArray[np.int64]]:
+        """The epoch and the documents of row ``index``, counted from the beginning of training."""
+        while self._ends[-1] <= index:
+            self._ends.append(self._ends[-1] + len(self._plan(len(self._ends) - 1)))
+        epoch = int(np.searchsorted(self._ends, index, "right")) - 1
+        return epoch, self._plan(epoch)[index - self._ends[epoch]]
+
+    def members(self, step: int) -> Rows:
+        """The documents of each row of a step's global batch."""
+        return [self._row(index)[1] for index in range(step * self.rows, (step + 1) * self.rows)]
+
+    def lengths(self, step: int, ranks: int = 1) -> list[npt.NDArray[np.int64]]:
+        """The lengths of the documents that each rank has in a step."""
+        each, members = -(-self.rows // ranks), self.members(step)
+        parts = [members[rank * each : (rank + 1) * each] for rank in range(ranks)]
+        return [self.documents.lengths[np.concatenate([np.zeros(0, np.int64), *part])] for part in parts]
+
+    def epoch(self, step: int) -> float:
+        """How many epochs are done before a step."""
+        epoch, _ = self._row(step * self.rows)
+        return epoch + (step * self.rows - self._ends[epoch]) / (self._ends[epoch + 1] - self._ends[epoch])
+
+    def __call__(self, step: int, rank: int = 0, ranks: int = 1) -> dict[str, Tensor]:
+        """The rows of one rank: ranks in order take consecutive rows, as many on each; where rows do not divide, the last ranks
+        have rows of padding.
+
+        Returns:
+            ``input_ids``, ``labels``, ``document_ids`` (rows, seq) int64 and ``loss_weights`` (rows, seq) float32 (`xtf.batch`).
+        """
+        if step < 0 or not 0 <= rank < ranks:
+            raise ValueError(f"step is {step}, rank is {rank} of {ranks}: expected a step of at least 0 and a rank from 0 to {ranks - 1}")
+        each = -(-self.rows // ranks)
+        indices = range(step * self.rows + rank * each, step * self.rows + min((rank + 1) * each, self.rows))
+        return fill(self.documents, [self._row(index)[1] for index in indices], rows=each, seq=self.seq, pad_id=self.pad_id)
+
+
+def held_out_batches(
+    documents: Documents, *, rows: int, seq: int, rank: int = 0, ranks: int = 1, pad_id: int = 0
+) -> Iterator[dict[str, Tensor]]:
+    """Every document once, in packed batches of one shape: what an evaluation runs over. Rows of padding fill up the last.
+
+    Args, returns and errors are those of `PackedBatches`.
+    """
+    used = np.flatnonzero(documents.lengths > 1)
+    packed = [used[row] for row in best_fit(documents.lengths[used].tolist(), seq)]
+    each = -(-rows // ranks)
+    for begin in range(0, len(packed), rows):
+        part = packed[begin : begin + rows][rank * each : (rank + 1) * each]
+        yield fill(documents, part, rows=each, seq=seq, pad_id=pad_id)
+
+
+def fill(documents: Documents, members: Rows, *, rows: int, seq: int, pad_id: int = 0) -> dict[str, Tensor]:
+    """A batch of ``rows`` rows, the first of which hold these documents, one after another."""
+    ids = np.full((rows, seq), pad_id, np.int64)
+    labels = np.full((rows, seq), IGNORE, np.int64)
+    weights = np.zeros((rows, seq), np.float32)
+    owners = np.full((rows, seq), -1, np.int64)
+    for row, own in enumerate(members):
+        begin = 0
+        for index in own.tolist():
+            document = documents.fetch(index)
+            span = (row, slice(begin, begin + len(document.ids)))
+            ids[span], weights[span], owners[span] = document.ids, document.weights, index
+            labels[span] = np.where(document.weights > 0, document.ids, IGNORE)
+            begin += len(document.ids)
+    parts = {"input_ids": ids, "labels": labels, "loss_weights": weights, "document_ids": owners}
+    return {name: torch.from_numpy(part) for name, part in parts.items()}  # pyright: ignore[reportUnknownMemberType]
+
+
+def taught(documents: Documents) -> npt.NDArray[np.bool_]:
+    """Which documents have a token that is learned; the first of a document never is."""
+    return np.asarray([bool((documents.fetch(index).weights[1:] > 0).any()) for index in range(len(documents))], np.bool_)
