@@ -141,8 +141,8 @@ def test_tensorboard_files(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(tmp_path)).Reload()
-    assert events.Tags()["scalars"] == ["loss"]
-    assert [(e.step, e.value) for e in events.Scalars("loss")] == [(1, 2.0)]
+    assert events.Tags()["scalars"] == ["loss/loss"]
+    assert [(e.step, e.value) for e in events.Scalars("loss/loss")] == [(1, 2.0)]
 
 
 @pytest.mark.parametrize(("line", "message"), [("{", "line 2: not JSON"), ("[]", "line 2: expected an object"), ("{}", 'integer "step"')])
@@ -293,27 +293,38 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"xtf {xtf.__version__}\n"
 
 
-@pytest.mark.parametrize(
-    ("args", "words"),
-    [(["--help"], ["train"]), (["train", "--help"], ["--steps", "--seed", "--out RUN_DIR", "--backend", "Updates to make", "qwen3-0.6b"])],
-)
-def test_help_shows_what_can_be_done(args: list[str], words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_shows_what_can_be_done(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--help"]) == 0
+    assert all(name in capsys.readouterr().out for name in ["train"])
+    assert cli.main([]) == 2
+    assert "usage: xtf COMMAND" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", cli.COMMANDS)
+def test_every_command_says_what_it_takes(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
-        cli.main(args)
+        cli.main([name, "--help"])
     assert ended.value.code == 0
-    out = capsys.readouterr().out
-    assert all(word in out for word in words)
+    assert f"usage: xtf {name}" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("args", [[], ["train", "--step", "3"], ["train", "--steps", "many"], ["train", "--backend", "fast"]])
+def test_train_help(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["train", "--help"])
+    shown = " ".join(capsys.readouterr().out.split())
+    for words in ("--steps", "--seed", "--out RUN_DIR", "--backend", "Updates to make (default: 300)", "xtf train --out RUN --resume"):
+        assert words in shown
+
+
+@pytest.mark.parametrize("args", [["train", "--step", "3"], ["train", "--steps", "many"], ["train", "--backend", "fast"]])
 def test_what_cannot_be_parsed_ends_with_2(args: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         cli.main(args)
     assert ended.value.code == 2
-    assert ("xtf train --help" if args else "xtf --help") in capsys.readouterr().err
+    assert "xtf train --help" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("command", "hint"), [("trian", "did you mean train?"), ("fly", "there is train.")])
+@pytest.mark.parametrize(("command", "hint"), [("trian", "did you mean train?"), ("fly", "there is train, generate, eval, export, plot.")])
 def test_unknown_commands_name_known_ones(command: str, hint: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([command]) == 2
     assert capsys.readouterr().err == f"xtf: no command {command!r}; {hint} See xtf --help\n"
@@ -328,21 +339,21 @@ def test_unknown_commands_name_known_ones(command: str, hint: str, capsys: pytes
     ],
 )
 def test_too_little_memory_is_one_message(error: Exception, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    def fail(options: Any) -> None:
+    def fail(*given: Any) -> None:
         raise error
 
-    monkeypatch.setattr("xtf.run.train.run", fail)
+    monkeypatch.setattr("xtf.cli.train.run", fail)
     assert cli.main(["train"]) == 2
     err = capsys.readouterr().err
-    assert err.startswith("xtf: out of memory") and err.count("\n") == 1 and "try a smaller --batch" in err
+    assert err.startswith("xtf: out of memory") and err.count("\n") == 1 and "try a smaller --tokens-per-step" in err
     assert str(error).partition("\n")[0] in err
 
 
 def test_other_failures_keep_their_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(options: Any) -> None:
+    def fail(*given: Any) -> None:
         raise RuntimeError("shapes differ")
 
-    monkeypatch.setattr("xtf.run.train.run", fail)
+    monkeypatch.setattr("xtf.cli.train.run", fail)
     with pytest.raises(RuntimeError, match="shapes differ"):
         cli.main(["train"])
 
@@ -351,9 +362,9 @@ def test_a_model_that_does_not_fit_is_refused_first(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     monkeypatch.setattr("xtf.run.train.available_memory", lambda: 24 * 10**9)
-    assert cli.main(["train", "--preset", "llama-3.1-8b", "--out", str(tmp_path / "run")]) == 2
+    assert cli.main(["train", "--model", "llama-3.1-8b", "--out", str(tmp_path / "run")]) == 2
     err = capsys.readouterr().err
-    assert "--preset llama-3.1-8b needs 128.5 GB for 8.03 B parameters" in err and "24.0 GB available" in err
+    assert "llama-3.1-8b" in err and "needs 128.5 GB for 8.03 B parameters" in err and "24.0 GB available" in err
     assert not (tmp_path / "run").exists()
 
 
@@ -373,7 +384,7 @@ def test_available_memory_is_a_number_of_bytes() -> None:
         (["--seq", "1"], "--seq is 1, expected at least 2"),
         (["--seq", "999999"], "give a longer text or a smaller seq"),
         (["--prompt", ""], "--prompt is empty"),
-        (["--preset", "no-such"], "no-such"),
+        (["--model", "no-such"], "no-such"),
     ],
 )
 def test_impossible_options_end_with_2_and_one_message(
@@ -381,7 +392,7 @@ def test_impossible_options_end_with_2_and_one_message(
 ) -> None:
     assert cli.main(["train", "--out", str(tmp_path / "run"), *args]) == 2
     out, err = capsys.readouterr()
-    assert message in err and err.startswith("xtf: ") and "Traceback" not in err and out == ""
+    assert message in err and err.splitlines()[-1].startswith("xtf: ") and "Traceback" not in err and out == ""
     assert not (tmp_path / "run").exists()
 
 
@@ -394,25 +405,31 @@ def test_no_run_is_overwritten(capsys: pytest.CaptureFixture[str], tmp_path: Pat
     assert [path.name for path in tmp_path.iterdir()] == ["kept.txt"]
 
 
-@pytest.mark.parametrize("done", [2, 0])
-def test_ctrl_c_ends_with_130_and_says_what_is_saved(
-    done: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_with_its_number_and_says_what_is_saved(
+    number: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    from xtf.run import train as module
+    def stopped(*given: Any) -> None:
+        raise Interrupted(tmp_path, 3, 9, 2, number)
 
-    (tmp_path / "metrics.jsonl").write_text("")
-    (tmp_path / "checkpoint").mkdir()
+    monkeypatch.setattr("xtf.cli.train.run", stopped)
+    assert cli.main(["train"]) == 128 + number
+    said = f"xtf: stopped after step 3 of 9; saved at step 2, go on with: xtf train --out {tmp_path} --resume\n"
+    assert capsys.readouterr().err == said
 
-    def stopped(options: Any) -> None:
-        raise Interrupted(tmp_path, done, 9) if done else KeyboardInterrupt
 
-    monkeypatch.setattr(module, "run", stopped)
+def test_ctrl_c_outside_a_run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def stopped(*given: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("xtf.cli.train.run", stopped)
     assert cli.main(["train"]) == 130
-    err = capsys.readouterr().err
-    assert err == (f"xtf: stopped after step 2 of 9; saved in {tmp_path}: checkpoint/, metrics.jsonl\n" if done else "xtf: stopped\n")
+    assert capsys.readouterr().err == "xtf: stopped\n"
 
 
-SMALL = ["--backend", "eager", "--batch", "2", "--seq", "32", "--evaluations", "1", "--sample", "5", "--seed", "3"]
+SMALL = ["--backend", "eager", "--tokens-per-step", "64", "--seq", "32", "--evaluate-every", "0", "--sample", "5", "--seed", "3"]
+TIMED = {"seconds", "tokens_per_second", "mfu", "memory_bytes"}
+"""Metrics that differ from run to run."""
 
 
 def test_train_from_start_to_end(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -423,19 +440,18 @@ def test_train_from_start_to_end(capsys: pytest.CaptureFixture[str], tmp_path: P
         assert cli.main(["train", "--steps", "3", "--out", str(folder), *SMALL]) == 0
     out, err = capsys.readouterr()
     one, other = (read_metrics(folder) for folder in folders)
-    assert [row["step"] for row in one] == [1, 2, 3]
-    assert all(math.isfinite(number(row["loss"])) and row["tokens"] == 2 * 31 for row in one)
+    assert [row["step"] for row in one] == [0, 1, 2, 3]
+    assert all(math.isfinite(number(row["loss"])) and row["tokens"] == 2 * 31 for row in one[1:])
     assert number(one[-1]["tokens_per_second"]) > 0
-    assert number(one[-1]["held_out_loss"]) < math.log(2048) + 0.5 and "held_out_loss" not in one[0]
-    assert [{k: v for k, v in row.items() if k != "tokens_per_second"} for row in one] == [
-        {k: v for k, v in row.items() if k != "tokens_per_second"} for row in other
-    ]  # a run is a function of its options
-    files = {"config.json", "metrics.jsonl", "loss.png", "checkpoint", "sample.txt"}
-    assert {path.name for path in folders[0].iterdir()} == files
+    assert number(one[-1]["held_out_loss"]) < math.log(2048) + 0.5 and "held_out_loss" not in one[1]
+    timeless = [[{k: v for k, v in row.items() if k not in TIMED} for row in rows] for rows in (one, other)]
+    assert timeless[0] == timeless[1]  # a run is a function of its options
+    files = {"run.json", "metrics.jsonl", "loss.png", "checkpoint", "sample.txt"}
+    assert files <= {path.name for path in folders[0].iterdir()}
     assert all(str(folders[0] / name) in out for name in files)
     assert "step 3/3" in err and "unigram entropy is 6.2" in out
-    config = json.loads((folders[0] / "config.json").read_text())
-    assert config["options"]["steps"] == 3 and config["versions"]["torch"] == torch.__version__
+    config = json.loads((folders[0] / "run.json").read_text())
+    assert config["settings"]["steps"] == 3 and config["versions"]["torch"] == torch.__version__
     sample = (folders[0] / "sample.txt").read_text()
     assert sample.startswith("Elizabeth could not but smile at") and sample.strip() in out
     tokenizer = AutoTokenizer.from_pretrained(folders[0] / "checkpoint")
@@ -453,11 +469,7 @@ def test_ctrl_c_before_the_first_step_says_that_nothing_was_trained(
 
     monkeypatch.setattr("xtf.step.TrainStep.__call__", pressed)
     assert cli.main(["train", "--steps", "9", "--out", str(tmp_path / "run"), *SMALL]) == 130
-    said = "xtf: stopped before the first step was done: nothing was trained"
-    assert f"{said}; saved in {tmp_path / 'run'}: config.json, metrics.jsonl\n" in capsys.readouterr().err
-    monkeypatch.setattr("xtf.run.train.Tokens.demo", pressed)
-    assert cli.main(["train", *SMALL]) == 130
-    assert capsys.readouterr().err == f"{said}\n"
+    assert "xtf: stopped before the first step was done: nothing was trained\n" in capsys.readouterr().err
 
 
 def test_ctrl_c_keeps_the_steps_that_were_done(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -474,13 +486,12 @@ def test_ctrl_c_keeps_the_steps_that_were_done(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setattr(TrainStep, "__call__", pressed_in_the_second)
     assert cli.main(["train", "--steps", "9", "--out", str(tmp_path / "run"), *SMALL]) == 130
     err = capsys.readouterr().err
-    saved = "checkpoint/, config.json, loss.png, metrics.jsonl"
-    assert f"xtf: stopped after step 2 of 9; saved in {tmp_path / 'run'}: {saved}\n" in err
+    assert f"xtf: stopped after step 2 of 9; saved at step 2, go on with: xtf train --out {tmp_path / 'run'} --resume\n" in err
     assert "Ctrl-C again stops at once and loses the steps that are not saved yet" in err
     rows = read_metrics(tmp_path / "run")
-    assert [row["step"] for row in rows] == [1, 2] and "held_out_loss" in rows[-1]
-    model = xtf.models.from_hf(tmp_path / "run" / "checkpoint")
-    assert xtf.load_params(model, tmp_path / "run" / "checkpoint")
+    assert [row["step"] for row in rows] == [0, 1, 2]
+    saved = tmp_path / "run" / "checkpoints" / "step-00000002"
+    assert xtf.load_params(xtf.models.from_hf(saved), saved)
 
 
 def number(value: Any) -> float:

@@ -90,7 +90,7 @@ class StepLoss:
         """Global metrics of the run; those of the auxiliary loss are averaged over micro-batches by their share in the loss."""
         own = [torch.stack([v.get(name, v["loss"]).detach() for v in values]).sum() for name in RESULTS]
         loss, cross_entropy = self.sum(torch.stack(own))
-        found = {"loss": loss, "cross_entropy": cross_entropy, "tokens": self.supervised.sum()}
+        found = {"loss": loss, "cross_entropy": cross_entropy, "tokens": self.supervised.sum(), "weight": self.weights.sum()}
         for value, metrics in self.aux:
             found["loss"] = found["loss"] + value.to(loss.dtype)
             found |= {name: found[name] + m if name in found else m for name, m in metrics.items()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import logging
 import os
@@ -21,18 +22,36 @@ class Command(NamedTuple):
     run: Callable[[Any], object]
 
 
-def commands() -> dict[str, Command]:
-    """Every subcommand by name."""
-    from xtf.run.train import TrainOptions, run
+class _Known(NamedTuple):
+    """Where a subcommand stands, imported when it is asked for: ``xtf --help`` needs no torch."""
 
-    return {"train": Command(TrainOptions, run)}
+    about: str
+    module: str
+    options: str
+    run: str = "run"
+
+
+COMMANDS: dict[str, _Known] = {
+    "train": _Known("Train by flags or by a recipe file; go on where a run stopped.", "xtf.cli.train", "TrainOptions", "main"),
+    "generate": _Known("Continue a text, or talk to a trained model.", "xtf.run.generation", "GenerateOptions"),
+    "eval": _Known("Loss, perplexity and log-probabilities of a file.", "xtf.run.evaluate", "EvalOptions"),
+    "export": _Known("Write a checkpoint in Hugging Face layout.", "xtf.run.export", "ExportOptions"),
+    "plot": _Known("Draw the curves of one run, or of several over each other.", "xtf.run.compare", "PlotOptions"),
+}
+
+
+def load(name: str) -> Command:
+    """A subcommand by name."""
+    known = COMMANDS[name]
+    module = import_module(known.module)
+    return Command(getattr(module, known.options), getattr(module, known.run))
 
 
 def main(args: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code.
 
-    0: done. 2: the input is wrong, or memory was not enough; one message on standard error says what and what to do. 130: stopped
-    by Ctrl-C; the message says what was saved where.
+    0: done. 2: the input is wrong, or memory was not enough; one message on standard error says what and what to do. 130 and 143: stopped
+    by Ctrl-C or SIGTERM; the message says what was saved where.
 
     Args:
         args: without the program's name; by default those of the process.
@@ -47,8 +66,8 @@ def main(args: Sequence[str] | None = None) -> int:
     try:
         return _dispatch(given)
     except KeyboardInterrupt as error:
-        errors.print(_interrupted(error), markup=False)
-        return 130
+        errors.print(f"xtf: {error}" if str(error) else "xtf: stopped", markup=False)
+        return 128 + getattr(error, "signal", 2)
     except BrokenPipeError:  # whoever read our output has gone, as `xtf train --help | head` does: nothing is wrong
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
@@ -60,7 +79,7 @@ def main(args: Sequence[str] | None = None) -> int:
             raise
         reason = str(error).strip().splitlines()
         said = f": {reason[0]}" if reason else ""
-        errors.print(f"xtf: out of memory{said}; try a smaller --batch, --seq or --preset", markup=False)
+        errors.print(f"xtf: out of memory{said}; try a smaller --tokens-per-step, --seq or --model", markup=False)
         return 2
 
 
@@ -76,26 +95,23 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def _dispatch(args: list[str]) -> int:
-    known = commands()
-    if args and not args[0].startswith("-") and args[0] not in known:
-        near = difflib.get_close_matches(args[0].lower(), known)
-        hint = f"did you mean {near[0]}?" if near else f"there is {', '.join(known)}."
-        raise ValueError(f"no command {args[0]!r}; {hint} See xtf --help")
-    if args[:1] and args[0] in known:  # a parser of its own, so that its errors point to the command's own help
-        options = tyro.cli(known[args[0]].options, prog=f"xtf {args[0]}", args=args[1:])
-    else:
-        options = tyro.extras.subcommand_cli_from_dict({name: command.options for name, command in known.items()}, prog="xtf", args=args)
-    next(command.run for command in known.values() if command.options is type(options))(options)
+    if not args or args[0] in ("--help", "-h"):
+        Console(stderr=not args, highlight=False).print(_overview(), markup=False, soft_wrap=True)
+        return 0 if args else 2
+    name, *rest = args
+    if name not in COMMANDS:
+        near = difflib.get_close_matches(name.lower(), COMMANDS)
+        hint = f"did you mean {near[0]}?" if near else f"there is {', '.join(COMMANDS)}."
+        raise ValueError(f"no command {name!r}; {hint} See xtf --help")
+    command = load(name)
+    options = tyro.cli(command.options, prog=f"xtf {name}", args=rest)
+    if name == "train":
+        options = dataclasses.replace(options, command=("xtf", *args))
+    command.run(options)
     return 0
 
 
-def _interrupted(error: KeyboardInterrupt) -> str:
-    from xtf.run.interrupt import Interrupted
-
-    if not isinstance(error, Interrupted):
-        return "xtf: stopped"
-    if error.folder is None:
-        return f"xtf: {error}"
-    saved = sorted(path.name + ("/" if path.is_dir() else "") for path in error.folder.iterdir())
-    lost = "" if not error.step or "checkpoint/" in saved else "; the trained parameters were not saved"
-    return f"xtf: {error}; saved in {error.folder}: {', '.join(saved)}{lost}"
+def _overview() -> str:
+    width = max(map(len, COMMANDS)) + 2
+    lines = [f"  {name:<{width}}{known.about}" for name, known in COMMANDS.items()]
+    return "\n".join(["usage: xtf COMMAND [OPTIONS]", "", *lines, "", "xtf COMMAND --help says more. xtf --version prints the version."])

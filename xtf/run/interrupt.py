@@ -1,9 +1,10 @@
-"""Ctrl-C between two steps, not within one."""
+"""Signals between two steps, not within one."""
 
 from __future__ import annotations
 
 import signal
 import threading
+import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,30 +12,36 @@ from types import FrameType
 
 
 class Interrupted(KeyboardInterrupt):
-    """A run that was stopped by Ctrl-C, with what it left.
+    """A run that a signal stopped, with what it left.
 
     Args:
         folder: the run's folder; ``None`` if it was not made yet.
         step: how many steps were done.
         total: how many there should have been.
+        saved: the step whose whole state is saved; ``None`` for none.
+        signal: the number of the signal.
     """
 
-    def __init__(self, folder: Path | None, step: int, total: int) -> None:
-        super().__init__(f"stopped after step {step} of {total}" if step else "stopped before the first step was done: nothing was trained")
-        self.folder, self.step, self.total = folder, step, total
+    def __init__(self, folder: Path | None, step: int, total: int, saved: int | None = None, signal: int = signal.SIGINT) -> None:
+        done = f"stopped after step {step} of {total}" if step else "stopped before the first step was done: nothing was trained"
+        kept = f"; saved at step {saved}, go on with: xtf train --out {folder} --resume" if saved is not None else ""
+        lost = "; no state was saved" if step and saved is None else ""
+        super().__init__(done + kept + lost)
+        self.folder, self.step, self.total, self.saved, self.signal = folder, step, total, saved, signal
 
 
 class Interrupt:
-    """Whether Ctrl-C was pressed; see `deferred_interrupt`."""
+    """The signal that asked for an end, 0 for none; see `deferred_interrupt`."""
 
-    def __init__(self, tell: Callable[[], None]) -> None:
-        self.asked = False
+    def __init__(self, tell: Callable[[], None], patience: float) -> None:
+        self.asked = 0
         self._held = False
         self._tell = tell
+        self._patience, self._since = patience, 0.0
 
     @contextmanager
     def held(self) -> Generator[None]:
-        """Ctrl-C waits for the end of this block; a second one does not."""
+        """A signal waits for the end of this block; a second Ctrl-C does not."""
         self._held = True
         try:
             yield
@@ -43,25 +50,35 @@ class Interrupt:
 
     def handle(self, number: int, frame: FrameType | None) -> None:
         """The signal handler."""
-        if self.asked or not self._held:
+        now = time.monotonic()
+        if self.asked and (number != signal.SIGINT or now - self._since < self._patience):
+            return
+        again, self.asked, self._since = bool(self.asked), number, now
+        if again or not self._held:
             raise KeyboardInterrupt
-        self.asked = True
         self._tell()
 
 
 @contextmanager
-def deferred_interrupt(tell: Callable[[], None]) -> Generator[Interrupt]:
-    """Within this block, Ctrl-C in an `Interrupt.held` part sets ``asked`` and calls ``tell``, so that the part is finished.
+def deferred_interrupt(tell: Callable[[], None], *, patience: float = 0.0) -> Generator[Interrupt]:
+    """Within this block, SIGINT (Ctrl-C) or SIGTERM in an `Interrupt.held` part sets ``asked`` and calls ``tell``, so that the part
+    is finished.
 
-    Elsewhere in the block, and when pressed again, it raises ``KeyboardInterrupt`` as usual. In a thread other than the main
+    Elsewhere in the block they raise ``KeyboardInterrupt``, and so does Ctrl-C pressed again. In a thread other than the main
     one, where Python has no signal handlers, nothing changes.
+
+    Args:
+        tell: called once.
+        patience: seconds after the first signal in which further ones change nothing: torchrun sends on to its ranks what the
+            terminal has sent them already.
     """
-    interrupt = Interrupt(tell)
+    interrupt = Interrupt(tell, patience)
     if threading.current_thread() is not threading.main_thread():
         yield interrupt
         return
-    before = signal.signal(signal.SIGINT, interrupt.handle)
+    before = {number: signal.signal(number, interrupt.handle) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield interrupt
     finally:
-        signal.signal(signal.SIGINT, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,241 +1,281 @@
-"""The demo run: a small mixture-of-experts model, trained on the text that ships with the package."""
+"""The loop of a run: train, look, save; and go on where a run stopped."""
 
 from __future__ import annotations
 
-import dataclasses
-import json
-import platform
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import math
+import signal
+import time
+from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
-from datetime import datetime
+from io import StringIO
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import NamedTuple
 
 import torch
-import tyro
 from rich.console import Console
 from rich.text import Text
 from torch import Tensor
 
 import xtf
-import xtf.models
-from xtf.data import Tokens, batches, demo_tokenizer, unigram_entropy, windows
-from xtf.data.text import TOKENIZER_FILE
+from xtf.checkpoint.kept import latest, prune
+from xtf.checkpoint.training import load_state, save_state
 from xtf.files import write_atomically
-from xtf.model import Model
-from xtf.run.interrupt import Interrupted, deferred_interrupt
-from xtf.run.memory import available_memory, check_fits, count
+from xtf.run import generation
+from xtf.run.flops import ModelFlops, model_flops, peak_flops
+from xtf.run.folder import BEST, CHECKPOINTS, LAST, Launch, check_free, holds_run, make_folder, write_description
+from xtf.run.generation import GenerateOptions
+from xtf.run.interrupt import Interrupt, Interrupted, deferred_interrupt
+from xtf.run.memory import available_memory, check_fits, count, used_memory
 from xtf.run.metrics import MetricsWriter
-from xtf.run.plot import plot_loss
+from xtf.run.plot import plot_run
 from xtf.run.progress import Progress
-from xtf.run.sampling import generate
+from xtf.run.ranks import agree, say, together
+from xtf.run.recipe import Opened, Recipe
 from xtf.state import State
 from xtf.step import TrainStep
-from xtf.transforms import chunk_loss
 from xtf.tree import Tree
 
-
-@dataclass(frozen=True)
-class TrainOptions:
-    """Train a small mixture-of-experts model on "Pride and Prejudice", on the CPU, and let it write."""
-
-    steps: int = 300
-    """Updates to make."""
-    batch: int = 8
-    """Rows of a batch."""
-    seq: int = 128
-    """Tokens of a row."""
-    lr: float = 5e-3
-    """Peak learning rate of AdamW; it warms up linearly and falls along a cosine to a tenth."""
-    warmup: int = 20
-    """Steps of the warm-up; at most a tenth of the steps is used."""
-    seed: int = 0
-    """Of the initial parameters, the batches and the sample."""
-    out: Annotated[Path | None, tyro.conf.arg(metavar="RUN_DIR")] = None
-    """Folder of the run, new or empty. By default runs/ and the time."""
-    backend: Literal["inductor", "aot_eager", "eager"] = "inductor"
-    """What stages are compiled with."""
-    preset: Annotated[str, tyro.conf.arg(help=f"The model: {', '.join(xtf.models.PRESETS)}.")] = "tiny-moe"
-    evaluations: int = 6
-    """How often the held-out text is evaluated."""
-    prompt: str = "Elizabeth could not but smile at"
-    """The text the trained model continues."""
-    sample: int = 80
-    """Tokens of the continuation."""
-    tensorboard: bool = False
-    """Also write TensorBoard files."""
-
-    def check(self) -> None:
-        """Raise `ValueError` for a value out of its range, and for a folder that is taken."""
-        for name, least in (("steps", 1), ("batch", 1), ("seq", 2), ("warmup", 0), ("evaluations", 1), ("sample", 0)):
-            if getattr(self, name) < least:
-                raise ValueError(f"--{name} is {getattr(self, name)}, expected at least {least}")
-        if not 0 < self.lr < 1:
-            raise ValueError(f"--lr is {self.lr}, expected a rate between 0 and 1, as 0.005")
-        if not self.prompt:
-            raise ValueError("--prompt is empty: give at least one word to continue")
-        if self.out is not None:
-            _check_free(self.out)
+_LARGE, _SELDOM = 1024, 25
+"""The load of more experts than this, over all layers, is written every so many steps only: it would be most of the file."""
 
 
-def run(options: TrainOptions, *, console: Console | None = None) -> Path:
-    """Train, evaluate, save and sample.
+class _Position(NamedTuple):
+    """Where a run is.
 
     Args:
-        options: what to do.
-        console: where the results are printed; progress goes to standard error.
+        done: steps made.
+        saved: the last step whose whole state is saved; ``None`` for none.
+        loss: on what is held out, the last; ``nan`` before there is one.
+        best: the lowest so far.
+    """
+
+    done: int
+    saved: int | None = None
+    loss: float = math.nan
+    best: float = math.inf
+
+
+def run(recipe: Recipe, launch: Launch, *, console: Console | None = None) -> Path:
+    """Train, evaluate, save and sample, on this rank of the recipe's mesh.
+
+    The first rank speaks, and writes what is not sharded. The whole state is saved every ``schedule.save_every`` steps and when
+    SIGINT or SIGTERM asks for an end; a run that goes on from there has the losses of one that was never stopped, bit for bit.
+
+    Args:
+        recipe: what to do.
+        launch: how it was asked for.
+        console: where results are printed; progress goes to standard error.
 
     Returns:
-        The run's folder. It holds ``config.json`` (options, model and versions), ``metrics.jsonl`` (a row per step; ``tokens`` and
-        ``tokens_per_second`` count supervised tokens, all but the first of each row), ``loss.png``, ``checkpoint/`` (Hugging Face
-        layout, with the tokenizer) and ``sample.txt``.
+        The run's folder: ``recipe.py`` and ``run.json`` (what it is), ``metrics.jsonl`` (a row per step), plots, ``checkpoints/``
+        (whole states), ``best/`` and ``checkpoint/`` (Hugging Face layout, with the tokenizer), ``sample.txt``.
 
     Raises:
-        ValueError: for options that are not possible, or a model that does not fit into memory, before anything is written.
-        Interrupted: if Ctrl-C ended it. The steps that were done are saved, unless it was pressed again while that was done.
+        ValueError: for a recipe that is not possible, before anything is written.
+        Interrupted: if a signal ended it.
     """
-    options.check()
-    progress, folder = Progress(options.steps), None
-    try:
-        model = xtf.models.preset(options.preset)
-        total, active = model.param_count()
-        check_fits(total, available_memory(), f"--preset {options.preset}")
-        tokens = Tokens.demo()
-        batch_at = batches(tokens.train, batch=options.batch, seq=options.seq, seed=options.seed)
-        held_out = list(windows(tokens.held_out, batch=options.batch, seq=options.seq))
-        if model.vocab < tokens.vocab:
-            raise ValueError(
-                f"--preset {options.preset} has a vocabulary of {model.vocab}, the tokenizer one of {tokens.vocab}: take another"
-            )
-        step = _step(model, options)
-        folder = new_folder(options.out)
-        entropy = unigram_entropy(tokens.held_out, tokens.train, tokens.vocab)
-        _write_json(folder / "config.json", _description(model, options, tokens, entropy))
-        progress.message(
-            f"{options.preset}: {count(total)} parameters, {count(active)} active per token; "
-            f"{len(tokens.train):,} tokens of text; the first step compiles"
+    mesh, step, total = recipe.mesh, recipe.step, recipe.schedule.steps
+    parameters, active = step.model.param_count()
+    together(mesh, lambda: check_fits(math.ceil(parameters / mesh.size), available_memory(), recipe.title))
+    begun = launch.out is not None and holds_run(launch.out) and launch.resume
+    if not begun and launch.out is not None:
+        out = launch.out
+        together(mesh, lambda: check_free(out), ranks=lambda rank: rank == 0)
+    notice = Console(stderr=True) if mesh.rank == 0 else Console(quiet=True)
+    words = f"{count(parameters)} parameters" + (f", {count(active)} active per token" if active < parameters else "")
+    say(notice, f"{recipe.title}: {words}" + (f"; {mesh.size} ranks" if mesh.size > 1 else ""))
+    if begun and launch.out is not None and (launch.out / LAST).is_dir():
+        say(notice, f"the run in {launch.out} is finished: {total} steps are done")
+        return launch.out
+    opened = recipe.data.open(mesh, notice)
+    if opened.max_id >= step.model.vocab:
+        raise ValueError(
+            f"the data hold the id {opened.max_id}, the model's vocabulary is {step.model.vocab} (0 to {step.model.vocab - 1}): the "
+            f"tokenizer {recipe.files.tokenizer} does not belong to this model"
         )
-        with MetricsWriter(folder, tensorboard=options.tensorboard) as writer:
-            state, done, loss = _loop(step, options, progress, writer, batch_at, held_out)
-        params = step.full(state.params)
-        xtf.save_params(model, params, folder / "checkpoint", tokenizer_from=TOKENIZER_FILE.parent)
-        plot_loss(folder, entropy=entropy, title=f'{options.preset} on "Pride and Prejudice"')
-        if done < options.steps:
-            raise KeyboardInterrupt
-        text = generate(model, params, demo_tokenizer(), options.prompt, tokens=options.sample, seed=options.seed, window=options.seq)
-    except KeyboardInterrupt as error:
-        raise Interrupted(folder, progress.step, options.steps) from error
-    with write_atomically(folder / "sample.txt") as file:
-        file.write(f"{options.prompt}{text}\n".encode())
-    _summarize(console or Console(), folder, loss, entropy, options.prompt, text)
+    folder = launch.out if begun and launch.out is not None else make_folder(mesh, launch)
+    if not begun:
+        together(mesh, lambda: write_description(folder, recipe, launch, opened.about), ranks=lambda rank: rank == 0)
+    state, position = _start(recipe, folder, notice, begun)
+    progress = Progress(total, done=position.done, rank=mesh.rank)
+    with MetricsWriter(folder, tensorboard=launch.tensorboard, active=mesh.rank == 0, resume_at=position.done) as writer:
+        trained = _Loop(recipe, opened, folder, progress, writer)
+        state, position, stopped = trained(state, position)
+    entropy = opened.about.get("unigram_entropy")
+    together(mesh, lambda: plot_run(folder, entropy=entropy, title=recipe.title), ranks=lambda rank: rank == 0)
+    if stopped:
+        raise Interrupted(folder, position.done, total, position.saved, stopped)
+    xtf.save(step, state, folder / LAST, tokenizer_from=recipe.files.tokenizer)
+    if mesh.rank == 0:
+        text = _sample(recipe, folder) if mesh.size == 1 and recipe.evaluation.prompt is not None else None
+        _summarize(console or Console(), recipe, folder, opened, position, text)
     return folder
 
 
-def _loop(
-    step: TrainStep,
-    options: TrainOptions,
-    progress: Progress,
-    writer: MetricsWriter,
-    batch_at: Callable[[int], dict[str, Tensor]],
-    held_out: Sequence[Mapping[str, Tensor]],
-) -> tuple[State, int, float]:
-    """Train until the last step, or until Ctrl-C. Returns the state, how many steps were done, and the last held-out loss."""
-    state, done, loss = step.init(options.seed), 0, float("nan")
-    due = {round(options.steps * (i + 1) / options.evaluations) for i in range(options.evaluations)}
-    say = "stopping after this step, then saving; Ctrl-C again stops at once and loses the steps that are not saved yet"
-    with progress, deferred_interrupt(lambda: progress.message(say)) as interrupt:
-        while done < options.steps and not interrupt.asked:
-            # in the first step, which compiles for a while, there is nothing to save yet, and nothing waits
-            with interrupt.held() if done else nullcontext():
-                batch = batch_at(done)
-                state, metrics = step(state, batch)
-                done += 1
-                progress.update(done, loss=float(metrics["cross_entropy"]), tokens=int(metrics["tokens"]))
-                extra = {} if progress.tokens_per_second is None else {"tokens_per_second": progress.tokens_per_second}
-                if done in due or interrupt.asked:
-                    progress.pause()
-                    extra["held_out_loss"] = loss = evaluate(step, state.params, held_out)
-                    progress.resume()
-                writer.write(done, metrics | extra)
-    return state, done, loss
+def _start(recipe: Recipe, folder: Path, notice: Console, begun: bool) -> tuple[State, _Position]:
+    """The state a run begins with, or goes on with."""
+    step, start = recipe.step, recipe.files.start
+    saved = latest(folder / CHECKPOINTS) if begun else None
+    if saved is not None:
+        state, extra = load_state(step, saved)
+        done = int(state.step)
+        say(notice, f"going on after step {done} of {recipe.schedule.steps}, from {saved}")
+        loss, best = (
+            float(extra[name]) if extra.get(name) is not None else default for name, default in (("loss", math.nan), ("best", math.inf))
+        )
+        return state, _Position(done, done, loss, best)
+    if begun:
+        say(notice, f"{folder} has no saved state: beginning anew")
+    state = step.init(recipe.seed) if start is None else xtf.load(step, start, ignore=recipe.files.ignore)
+    return state, _Position(0)
+
+
+class _Loop:
+    """Steps until the last, or until a signal."""
+
+    def __init__(self, recipe: Recipe, opened: Opened, folder: Path, progress: Progress, writer: MetricsWriter) -> None:
+        self.recipe, self.opened, self.folder, self.progress, self.writer = recipe, opened, folder, progress, writer
+        self.step, self.mesh = recipe.step, recipe.mesh
+        axis = self.step.token_axis
+        self.rank, self.ranks = (axis.index, axis.size) if axis is not None else (0, 1)
+        self.flops: ModelFlops = model_flops(self.step.model)
+        self.peak = peak_flops(self.step.device, self.step.precision.compute or torch.float32)
+
+    def __call__(self, state: State, position: _Position) -> tuple[State, _Position, int]:
+        """Returns the state, the position, and the signal that ended it, 0 for none."""
+        schedule, progress = self.recipe.schedule, self.progress
+        interrupt: Interrupt | None = None
+        try:
+            with progress, deferred_interrupt(self._tell, patience=2.0 if self.mesh.size > 1 else 0.0) as interrupt:
+                if position.done == 0:
+                    position = self._evaluate(state, position, {})
+                while position.done < schedule.steps:
+                    # in the first step, which compiles for a while, there is nothing to save yet, and nothing waits
+                    with interrupt.held() if position.done or self.mesh.size > 1 else nullcontext():
+                        state, position = self._advance(state, position)
+                        stopped = agree(self.mesh, interrupt.asked)
+                        due = schedule.save_every and position.done % schedule.save_every == 0 and position.done < schedule.steps
+                        if due or (stopped and position.done < schedule.steps):
+                            position = self._save(state, position)
+                        if stopped and position.done < schedule.steps:
+                            return state, position, stopped
+        except KeyboardInterrupt as error:
+            number = interrupt.asked if interrupt is not None and interrupt.asked else signal.SIGINT
+            raise Interrupted(self.folder, progress.step, schedule.steps, position.saved, number) from error
+        return state, position, 0
+
+    def _tell(self) -> None:
+        self.progress.message(
+            "stopping after this step, then saving; Ctrl-C again stops at once and loses the steps that are not saved yet"
+        )
+
+    def _advance(self, state: State, position: _Position) -> tuple[State, _Position]:
+        """One step, its row of metrics, and an evaluation if one is due."""
+        index, evaluation = position.done, self.recipe.evaluation
+        began = time.perf_counter()
+        batch = {name: value.to(self.step.device) for name, value in self.opened.batches(index, self.rank, self.ranks).items()}
+        state, metrics = self.step(state, batch)
+        loss, tokens = float(metrics["cross_entropy"]), int(metrics["tokens"])
+        seconds = time.perf_counter() - began
+        lengths = self.opened.batches.lengths(index, self.ranks)
+        costs = [self.flops.step_flops(part.tolist()) for part in lengths]
+        mfu = sum(costs) / seconds / (self.peak * self.mesh.size)
+        memory = used_memory(self.step.device)
+        self.progress.update(index + 1, loss=loss, tokens=tokens, mfu=mfu, memory=memory)
+        rows = -(-self.recipe.data.rows // self.ranks) * self.ranks
+        extra: dict[str, Tensor | float | int] = {
+            "seconds": seconds,
+            "tokens_per_second": tokens / seconds,
+            "mfu": mfu,
+            "memory_bytes": memory,
+            "padding": 1 - sum(int(part.sum()) for part in lengths) / (rows * self.recipe.data.seq),
+            "imbalance": max(costs) * len(costs) / sum(costs) if sum(costs) else 1.0,
+            "epoch": self.opened.batches.epoch(index + 1),
+        }
+        position = position._replace(done=index + 1)
+        row = dict(metrics) | extra
+        if "expert_load" in row and metrics["expert_load"].numel() > _LARGE and position.done % _SELDOM:
+            del row["expert_load"]
+        if position.done == self.recipe.schedule.steps or (evaluation.every and position.done % evaluation.every == 0):
+            position = self._evaluate(state, position, row)
+        else:
+            self.writer.write(position.done, row)
+        return state, position
+
+    def _evaluate(self, state: State, position: _Position, row: dict[str, Tensor | float | int]) -> _Position:
+        """Look at what is held out, write the row, and keep the parameters if they are the best so far."""
+        self.progress.pause()
+        loss = evaluate(self.step, state.params, self.opened.held_out(self.rank, self.ranks))
+        if not math.isnan(loss):
+            row["held_out_loss"] = loss
+            position = position._replace(loss=loss)
+            if loss < position.best:
+                position = position._replace(best=loss)
+                if position.done:
+                    xtf.save(self.step, state, self.folder / BEST, tokenizer_from=self.recipe.files.tokenizer)
+            self.progress.held_out(loss)
+        if row:
+            self.writer.write(position.done, row)
+        self.progress.resume()
+        return position
+
+    def _save(self, state: State, position: _Position) -> _Position:
+        self.progress.pause()
+        path = self.folder / CHECKPOINTS / f"step-{position.done:08d}"
+        numbers = {name: value if math.isfinite(value) else None for name, value in (("loss", position.loss), ("best", position.best))}
+        save_state(self.step, state, path, extra=numbers, tokenizer_from=self.recipe.files.tokenizer)
+        together(self.mesh, lambda: prune(path.parent, keep_last=self.recipe.schedule.keep), ranks=lambda rank: rank == 0)
+        self.progress.resume()
+        return position._replace(saved=position.done)
 
 
 def evaluate(step: TrainStep, params: Tree, held_out: Iterable[Mapping[str, Tensor]]) -> float:
-    """Mean cross-entropy, in nats per token, over batches; auxiliary losses do not count."""
-    total, count = 0.0, 0
+    """Mean cross-entropy, in nats per unit of loss weight, over batches; auxiliary losses do not count. ``nan`` without any target."""
+    total, weights = 0.0, 0.0
     for batch in held_out:
-        found = step.evaluate(params, batch)
-        n = int(found["tokens"])
-        total, count = total + float(found["cross_entropy"]) * n, count + n
-    return total / count
+        found = step.evaluate(params, {name: value.to(step.device) for name, value in batch.items()})
+        weight = float(found["weight"])
+        total, weights = total + float(found["cross_entropy"]) * weight, weights + weight
+    return total / weights if weights else math.nan
 
 
-def new_folder(path: Path | None) -> Path:
-    """Make a run's folder: ``path``, which must be new or empty, or ``runs/`` and the time, made unique.
-
-    Raises:
-        ValueError: if something stands there.
-    """
-    if path is None:
-        base = Path("runs") / datetime.now().strftime("%Y-%m-%d-%H%M%S")
-        path = next(p for p in (base, *(base.with_name(f"{base.name}-{i}") for i in range(2, 1000))) if not p.exists())
-    _check_free(path)
-    path.mkdir(parents=True, exist_ok=True)
-    return path
-
-
-def _check_free(path: Path) -> None:
-    if path.exists() and not path.is_dir():
-        raise ValueError(f"--out {path} is a file: give a folder that is new or empty")
-    if path.is_dir() and any(path.iterdir()):
-        raise ValueError(f"--out {path} is not empty: give a folder that is new or empty, so that no earlier run is lost")
+def _sample(recipe: Recipe, folder: Path) -> str:
+    """What the written checkpoint adds to the recipe's prompt, kept in ``sample.txt``."""
+    evaluation, prompt, written = recipe.evaluation, recipe.evaluation.prompt or "", StringIO()
+    options = GenerateOptions(
+        folder / LAST, prompt, chat=evaluation.chat, tokens=evaluation.tokens, temperature=0.8, top_p=0.95, seed=recipe.seed
+    )
+    generation.run(options, out=written, terminal=False)
+    text = written.getvalue().removesuffix("\n")
+    with write_atomically(folder / "sample.txt") as file:
+        file.write((f"{prompt}\n\n{text}\n" if evaluation.chat else f"{prompt}{text}\n").encode())
+    return text
 
 
-def _step(model: Model, options: TrainOptions) -> TrainStep:
-    warmup = min(options.warmup, options.steps // 10)
-    rate = xtf.optim.warmup_cosine(options.lr, warmup, options.steps, final=options.lr / 10)
-    decay = xtf.optim.adamw(rate, betas=(0.9, 0.95), weight_decay=0.1, mask=xtf.optim.no_decay_1d)
-    optimizer = xtf.optim.chain(xtf.optim.clip_by_global_norm(1.0), decay)
-    return xtf.compile(xtf.compose(chunk_loss())(xtf.train_step(model, optimizer)), backend=options.backend, donate=True)
-
-
-def _description(model: Model, options: TrainOptions, tokens: Tokens, entropy: float) -> dict[str, Any]:
-    total, active = model.param_count()
-    return {
-        "command": "train",
-        "options": {name: str(v) if isinstance(v, Path) else v for name, v in dataclasses.asdict(options).items()},
-        "model": {"family": model.family, "parameters": total, "active_parameters_per_token": active, "config": dict(model.hf_config)},
-        "data": {
-            "train_tokens": len(tokens.train),
-            "held_out_tokens": len(tokens.held_out),
-            "vocab": tokens.vocab,
-            "unigram_entropy": entropy,
-        },
-        "versions": {"xtf": xtf.__version__, "torch": torch.__version__, "python": platform.python_version()},
-        "threads": torch.get_num_threads(),
-    }
-
-
-def _write_json(path: Path, value: object) -> None:
-    with write_atomically(path) as file:
-        file.write((json.dumps(value, indent=2) + "\n").encode())
-
-
-def _summarize(console: Console, folder: Path, loss: float, entropy: float, prompt: str, text: str) -> None:
-    console.print(
-        Text.assemble(
-            "\nheld-out loss ", (f"{loss:.3f}", "bold cyan"), f" nats per token; unigram entropy is {entropy:.3f}: ",
-            f"context is worth {entropy - loss:.2f} nats" if loss < entropy else "context is not used yet: train longer",
+def _summarize(console: Console, recipe: Recipe, folder: Path, opened: Opened, position: _Position, text: str | None) -> None:
+    entropy = opened.about.get("unigram_entropy")
+    line = Text.assemble("\nheld-out loss ", (f"{position.loss:.3f}", "bold cyan"), " nats per token")
+    if entropy is not None:
+        worth = (
+            f"context is worth {entropy - position.loss:.2f} nats" if position.loss < entropy else "context is not used yet: train longer"
         )
-    )  # fmt: skip
-    console.print(Text.assemble("\n", (prompt, "bold"), (text, "italic"), "\n"))
+        line.append(f"; unigram entropy is {entropy:.3f}: {worth}")
+    elif position.best < position.loss:
+        line.append(f"; the lowest was {position.best:.3f}")
+    console.print(line)
+    if text is not None:
+        between = "\n" if recipe.evaluation.chat else ""
+        console.print(Text.assemble("\n", (recipe.evaluation.prompt or "", "bold"), between, (text, "italic")))
+    console.print()
     about = {
         "metrics.jsonl": "a row per step",
-        "loss.png": "the losses over the steps",
-        "checkpoint": "Hugging Face layout, with tokenizer",
+        "loss.png": "the losses over the steps; more plots beside it",
+        LAST: "Hugging Face layout, with tokenizer",
+        BEST: "the same, where the held-out loss was lowest",
+        CHECKPOINTS: "whole states, to go on from",
         "sample.txt": "the text above",
-        "config.json": "options, model, versions",
+        "run.json": "recipe, model, data, versions",
     }
     for name, what in about.items():
-        console.print(Text.assemble(f"  {folder / name}", (f"  {what}", "dim")), soft_wrap=True)
+        if (folder / name).exists():
+            console.print(Text.assemble(f"  {folder / name}", (f"  {what}", "dim")), soft_wrap=True)

@@ -1,0 +1,257 @@
+"""`xtf train` as it is used: by flags and by recipe files, stopped, resumed, on several ranks, with bad input."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from run.small import chat, checkpoint, text
+from safetensors.torch import load_file
+
+from xtf import cli
+from xtf.run import read_metrics
+
+ROOT = Path(__file__).parents[2]
+TIMED = {"seconds", "tokens_per_second", "mfu", "memory_bytes"}
+"""Metrics that differ from run to run."""
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("inputs")
+    checkpoint(folder / "model")
+    chat(folder / "chat.jsonl")
+    text(folder / "text.jsonl")
+    return folder
+
+
+def flags(inputs: Path, out: Path, *more: str) -> list[str]:
+    """Eight steps on conversations."""
+    return [
+        "train", "--model", str(inputs / "model"), "--data", str(inputs / "chat.jsonl"), "--held-out", "8", "--steps", "8", "--seq", "128",
+        "--tokens-per-step", "512", "--lr", "1e-2", "--evaluate-every", "4", "--save-every", "3", "--backend", "eager",
+        "--cache", str(inputs / "cache"), "--out", str(out), *more,
+    ]  # fmt: skip
+
+
+def losses(out: Path) -> list[dict[str, Any]]:
+    """What a run computed, without its times."""
+    return [{name: value for name, value in row.items() if name not in TIMED} for row in read_metrics(out)]
+
+
+@pytest.fixture(scope="module")
+def finished(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that nothing stopped."""
+    out = tmp_path_factory.mktemp("runs") / "whole"
+    assert cli.main(flags(inputs, out)) == 0
+    return out
+
+
+def spawn(arguments: list[str], ranks: int = 1) -> subprocess.Popen[str]:
+    launcher = (
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else [sys.executable]
+    )
+    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    command = [*launcher, "-m", "xtf.cli", *arguments]
+    return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def wait_for_step(out: Path, step: int, process: subprocess.Popen[str]) -> None:
+    for _ in range(600):
+        file = out / "metrics.jsonl"
+        if file.exists() and file.read_text().count("\n") > step:  # the row before training counts
+            return
+        if process.poll() is not None:
+            raise AssertionError(process.communicate()[1])
+        time.sleep(0.1)
+    raise AssertionError("the run did not get on")
+
+
+def test_a_run_leaves_what_it_says(finished: Path) -> None:
+    names = {path.name for path in finished.iterdir()}
+    assert {"run.json", "recipe.py", "metrics.jsonl", "loss.png", "checkpoints", "best", "checkpoint"} <= names
+    rows = read_metrics(finished)
+    assert [row["step"] for row in rows] == list(range(9))
+    assert [row["step"] for row in rows if "held_out_loss" in row] == [0, 4, 8]
+    assert {"loss", "grad_norm", "lr", "tokens", "padding", "imbalance", "mfu", "memory_bytes", "epoch", "seconds"} <= rows[3].keys()
+    first, last = (row["held_out_loss"] for row in (rows[0], rows[-1]))
+    assert isinstance(first, float) and isinstance(last, float) and last < first - 0.1
+    about = json.loads((finished / "run.json").read_text())
+    assert about["settings"]["steps"] == 8 and about["versions"]["torch"] and "train --model" in about["command"]
+    assert sorted(path.name for path in (finished / "checkpoints").glob("step-*")) == ["step-00000003", "step-00000006"]
+
+
+def test_resumed_runs_have_the_same_losses_bit_for_bit(inputs: Path, finished: Path, tmp_path: Path) -> None:
+    out = tmp_path / "killed"
+    process = spawn(flags(inputs, out, "--steps", "8"))
+    wait_for_step(out, 4, process)
+    process.kill()
+    process.communicate()
+    assert cli.main(["train", "--out", str(out), "--resume"]) == 0
+    assert losses(out) == losses(finished)
+    ours, theirs = (load_file(run / "checkpoint" / "model.safetensors") for run in (out, finished))
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_saves_and_says_how_to_go_on(inputs: Path, tmp_path: Path, number: signal.Signals) -> None:
+    out = tmp_path / "stopped"
+    process = spawn(flags(inputs, out, "--steps", "2000", "--save-every", "0", "--evaluate-every", "0"))
+    wait_for_step(out, 2, process)
+    process.send_signal(number)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 128 + number, said
+    done = read_metrics(out)[-1]["step"]
+    assert f"saved at step {done}" in said and "--resume" in said
+    assert (out / "checkpoints" / f"step-{done:08d}").is_dir()
+
+
+def on_ranks(inputs: Path, out: Path, ranks: int) -> Path:
+    process = spawn(flags(inputs, out), ranks)
+    _, said = process.communicate(timeout=300)
+    assert process.returncode == 0, said
+    assert said.count("held out 8 documents") == 1  # the first rank speaks
+    return out
+
+
+@pytest.fixture(scope="module")
+def on_two(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of two ranks that nothing stopped."""
+    return on_ranks(inputs, tmp_path_factory.mktemp("runs") / "two", 2)
+
+
+def agree(ours: Path, theirs: Path) -> None:
+    for mine, other in zip(read_metrics(ours), read_metrics(theirs), strict=True):
+        for name in other.keys() & {"cross_entropy", "held_out_loss"}:
+            assert mine[name] == pytest.approx(other[name], rel=1e-6)
+
+
+def test_two_ranks_give_the_losses_of_one_process(finished: Path, on_two: Path) -> None:
+    agree(on_two, finished)
+
+
+@pytest.mark.full
+def test_four_ranks_give_the_losses_of_one_process(inputs: Path, finished: Path, tmp_path: Path) -> None:
+    agree(on_ranks(inputs, tmp_path / "four", 4), finished)
+
+
+def test_a_stopped_run_of_ranks_goes_on_bit_for_bit(inputs: Path, on_two: Path, tmp_path: Path) -> None:
+    out = tmp_path / "stopped"
+    process = spawn(flags(inputs, out), 2)
+    wait_for_step(out, 4, process)
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=60)
+    process = spawn(["train", "--out", str(out), "--resume"], 2)
+    _, said = process.communicate(timeout=300)
+    assert process.returncode == 0, said
+    assert losses(out) == losses(on_two)
+
+
+RECIPE = '''
+from pathlib import Path
+import xtf
+from xtf.run import DemoText, Evaluation, Files, Recipe, Schedule
+from xtf.data.text import TOKENIZER_FILE
+
+def recipe(*, lr: float = 1e-3, steps: int = 2, model: str = "tiny-moe") -> Recipe:
+    """A recipe.
+
+    Args:
+        lr: the rate.
+    """
+    mesh = xtf.mesh(data=-1)
+    step = xtf.train_step(xtf.models.preset(model), xtf.optim.adamw(lr))
+    return Recipe(mesh, step, DemoText(rows=8, seq=128), Schedule(steps), Evaluation(0), Files(TOKENIZER_FILE.parent), title="mine")
+'''
+
+
+def test_a_recipe_file_is_run_copied_and_gone_on_with(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file, out = tmp_path / "mine.py", tmp_path / "out"
+    file.write_text(RECIPE)
+    assert cli.main(["train", str(file), "--set", "lr=2e-3", "--out", str(out)]) == 0
+    assert (out / "recipe.py").read_text() == RECIPE
+    about = json.loads((out / "run.json").read_text())
+    assert (about["recipe"], about["settings"]) == ("mine.py", {"lr": 0.002, "steps": 2, "model": "tiny-moe"})
+    assert read_metrics(out)[-1]["lr"] == pytest.approx(2e-3)
+    assert cli.main(["train", str(file), "--set", "lr=2e-3", "--out", str(out), "--resume"]) == 0
+    assert cli.main(["train", str(file), "--set", "lr=1e-3", "--out", str(out), "--resume"]) == 2
+    assert "lr is 0.002 there and 0.001 here" in capsys.readouterr().err
+    file.write_text(RECIPE + "\n# changed\n")
+    assert cli.main(["train", str(file), "--out", str(out), "--resume"]) == 2
+    assert "is not the one that was copied" in capsys.readouterr().err
+
+
+def test_the_copied_recipe_does_the_same_again(inputs: Path, finished: Path, tmp_path: Path) -> None:
+    assert cli.main(["train", str(finished / "recipe.py"), "--out", str(tmp_path / "again")]) == 0
+    assert losses(tmp_path / "again") == losses(finished)
+
+
+def test_print_shows_and_does_nothing(inputs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(flags(inputs, tmp_path / "out", "--print", "--transforms", "chunk_loss=64,accumulate=2")) == 0
+    shown = capsys.readouterr().out
+    for part in ("chunk_loss(tokens=64) · accumulate(2)", "lr", "0.01", "512 (4 rows of 128)", "parameters", "MB", "chat.jsonl"):
+        assert part in shown
+    assert not (tmp_path / "out").exists()
+
+
+def test_pretraining_text(inputs: Path, tmp_path: Path) -> None:
+    out = tmp_path / "text"
+    more = ["--data", str(inputs / "text.jsonl"), "--steps", "2", "--transforms", "chunk_loss,accumulate=2"]
+    assert cli.main(flags(inputs, out, *more)) == 0
+    assert json.loads((out / "run.json").read_text())["data"]["held_out_documents"] >= 8  # long ones are split
+
+
+BAD: list[tuple[list[str], str]] = [
+    (["--data", "no.jsonl"], "there is no file no.jsonl"),
+    (["--model", "no/such"], "no/such"),
+    (["--model", "tiny-mo"], "did you mean tiny-moe"),
+    (["--transforms", "chunk_los"], "did you mean chunk_loss"),
+    (["--transforms", "accumulate=x"], "accumulate=x: expected a number"),
+    (["--transforms", "shard=model"], "the mesh has no axis model"),
+    (["--mesh", "data"], "--mesh data: expected"),
+    (["--tokens-per-step", "500"], "expected a multiple of --seq (128), as 512"),
+    (["--lr", "2"], "--lr is 2.0, expected a rate between 0 and 1"),
+    (["--held-out", "60"], "60 documents, 60 are to be held out"),
+    (["--seq", "1"], "--seq is 1"),
+    (["--template", "no.jinja"], "no.jinja"),
+    (["--set", "lr=1"], "--set lr=1 is for a recipe file"),
+]
+
+
+@pytest.mark.parametrize(("more", "message"), BAD, ids=[" ".join(more) for more, _ in BAD])
+def test_bad_input_is_one_message(inputs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], more: list[str], message: str) -> None:
+    out = tmp_path / "out"
+    assert cli.main(flags(inputs, out, *more)) == 2
+    said = capsys.readouterr().err
+    assert message in said and "Traceback" not in said
+    assert not out.exists()
+
+
+def test_a_vocabulary_larger_than_the_models(inputs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    checkpoint(tmp_path / "narrow", vocab_size=300)
+    assert cli.main(flags(inputs, tmp_path / "out", "--model", str(tmp_path / "narrow"))) == 2
+    assert "the model's vocabulary is 300" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_that_is_taken(inputs: Path, finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = losses(finished)
+    assert cli.main(flags(inputs, finished)) == 2
+    assert "go on with it by --resume" in capsys.readouterr().err
+    assert cli.main(flags(inputs, finished, "--resume", "--lr", "5e-4")) == 2
+    assert "lr is 0.01 there and 0.0005 here" in capsys.readouterr().err
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "thesis.txt").write_text("mine")
+    assert cli.main(flags(inputs, tmp_path / "full")) == 2
+    assert "is not empty" in capsys.readouterr().err
+    assert cli.main(flags(inputs, finished, "--resume")) == 0
+    assert "is finished: 8 steps are done" in capsys.readouterr().err
+    assert losses(finished) == before

@@ -1,0 +1,137 @@
+"""``xtf train``: a recipe by flags or by a file, shown, run, or gone on with."""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import tyro
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from xtf.run.folder import Launch, holds_run, stored_launch
+from xtf.run.memory import estimate
+from xtf.run.recipe import Recipe, load_recipe, parse_settings, resolve, settings_of
+from xtf.run.standard import filled_in, standard
+from xtf.run.train import run
+
+
+@dataclasses.dataclass(frozen=True)
+class RunOptions:
+    """What is asked of a run, whatever its recipe."""
+
+    recipe: Annotated[tyro.conf.Positional[Path | None], tyro.conf.arg(metavar="[RECIPE.py]", help_behavior_hint="")] = None
+    """A Python file with a function `recipe`; without it, the flags below make the recipe."""
+    set: Annotated[tyro.conf.UseAppendAction[tuple[str, ...]], tyro.conf.arg(metavar="KEY=VALUE")] = ()
+    """A setting of the recipe file: an argument of its function. May be given several times."""
+    out: Annotated[Path | None, tyro.conf.arg(metavar="RUN_DIR", help_behavior_hint="")] = None
+    """Folder of the run, new or empty. By default runs/ and the time."""
+    resume: Annotated[bool, tyro.conf.arg(help_behavior_hint="")] = False
+    """Go on with the run in --out from its last saved state; begin it where there is none."""
+    print: Annotated[bool, tyro.conf.arg(help_behavior_hint="")] = False
+    """Show the recipe, the transforms, sizes and memory, and do nothing."""
+    tensorboard: Annotated[bool, tyro.conf.arg(help_behavior_hint="")] = False
+    """Also write TensorBoard files."""
+    command: Annotated[tuple[str, ...], tyro.conf.Suppress] = ()
+    """The command line, which the run's folder keeps."""
+
+
+_METAVARS = {str: "TEXT", int: "INT", float: "FLOAT", Path: "PATH"}
+
+
+def _options() -> type[Any]:
+    """`RunOptions` and a flag for each setting of the built-in recipe; ``None`` where it is not given."""
+    fields: list[tuple[str, Any, Any]] = []
+    for name, setting in settings_of(standard).items():
+        default = setting.default
+        open_or_off = default is None or default is False or default == ()
+        said = setting.help if open_or_off else f"{setting.help.rstrip('.')} (default: {default})."
+        kinds = [kind for kind in (setting.annotation, *typing.get_args(setting.annotation)) if kind in _METAVARS]
+        choices = [str(value) for value in typing.get_args(setting.annotation) if isinstance(value, str)]
+        several = typing.get_origin(setting.annotation) is tuple
+        shown = "FILE [FILE ...]" if several else "{" + ",".join(choices) + "}" if choices else _METAVARS[kinds[0]] if kinds else None
+        flag = setting.annotation is bool
+        about = tyro.conf.arg(help=said, help_behavior_hint="", metavar=None if flag else shown)
+        annotation = Annotated[bool if flag else setting.annotation | None, about]
+        fields.append((name, annotation, dataclasses.field(default=False if flag else None)))
+    made = dataclasses.make_dataclass("TrainOptions", fields, bases=(RunOptions,), frozen=True)
+    made.__doc__ = "\n\n".join(
+        (
+            "Train by a recipe file, or by flags alone; without any, a small mixture-of-experts model on the text that ships with xtf.",
+            "  xtf train --model DIR --data chat.jsonl --steps 200 --lr 1e-4 --out RUN",
+            "  xtf train --out RUN --resume",
+            "  xtf train RECIPE.py --set lr=1e-4 --print",
+            "  torchrun --nproc-per-node 8 -m xtf.cli train --model DIR --data chat.jsonl",
+        )
+    )
+    return tyro.conf.configure(tyro.conf.FlagCreatePairsOff)(made)
+
+
+TrainOptions = _options()
+
+
+def main(options: Any) -> None:
+    """Do what the options of ``xtf train`` say."""
+    launch = _launch(options)
+    recipe = launch.recipe(**launch.settings)
+    if not isinstance(recipe, Recipe):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ValueError(f"the recipe {launch.file} returned a {type(recipe).__name__}, expected a xtf.run.Recipe")
+    if options.print:
+        if recipe.mesh.rank == 0:
+            show(recipe, launch, Console())
+    else:
+        run(recipe, launch)
+
+
+def _launch(options: Any) -> Launch:
+    flags = {name: value for name in settings_of(standard) if (value := getattr(options, name)) is not None and value is not False}
+    if options.recipe is None and options.set:
+        raise ValueError(
+            f"--set {options.set[0]} is for a recipe file; of the built-in recipe give the flag --{options.set[0].split('=')[0]}"
+        )
+    if options.recipe is not None and flags:
+        raise ValueError(f"--{next(iter(flags)).replace('_', '-')} is of the built-in recipe; with a recipe file use --set key=value")
+    if options.resume and options.out is None:
+        raise ValueError("--resume needs --out: the folder of the run that goes on")
+    recipe = standard if options.recipe is None else load_recipe(options.recipe)
+    given = flags if options.recipe is None else parse_settings(recipe, options.set)
+    common: dict[str, Any] = {"command": options.command, "tensorboard": options.tensorboard}
+    if options.resume and holds_run(options.out):
+        return stored_launch(options.out, given, options.recipe, **common)
+    settings = resolve(recipe, given)
+    settings = filled_in(settings) if options.recipe is None else settings
+    return Launch(recipe, settings, options.recipe, options.out, options.resume, **common)
+
+
+def show(recipe: Recipe, launch: Launch, console: Console) -> None:
+    """Print what a run would be: settings, transforms, sizes and memory. Nothing is loaded."""
+    console.print(f"recipe {launch.file or 'built-in'}", style="bold", highlight=False)
+    grid = Table.grid(padding=(0, 2))
+    for name, value in launch.settings.items():
+        grid.add_row(
+            f"  {name}", "" if value is None or value == () else ", ".join(map(str, value)) if isinstance(value, tuple) else str(value)
+        )
+    console.print(grid, highlight=False, markup=False)
+    console.print(f"\n{recipe.step}", highlight=False, markup=False)
+    facts = Table.grid(padding=(0, 2))
+    rows, seq, schedule = recipe.data.rows, recipe.data.seq, recipe.schedule
+    for name, value in recipe.data.describe().items():
+        facts.add_row(f"  {name}", value)
+    facts.add_row("  start", str(recipe.files.start or f"initial values of seed {recipe.seed}"))
+    facts.add_row("  tokens per step", f"{rows * seq:,} ({rows} rows of {seq})")
+    facts.add_row("  steps", f"{schedule.steps:,}: {schedule.steps * rows * seq:,} tokens")
+    console.print("\ndata and schedule", style="bold")
+    console.print(facts, highlight=False, markup=False)
+    ranks = recipe.step.token_axis.size if recipe.step.token_axis is not None else 1
+    ids = torch.zeros(-(-rows // ranks), seq, dtype=torch.int64)
+    micro = recipe.step.split({"input_ids": ids, "labels": ids})
+    sizes = estimate(recipe.step, micro[0]["input_ids"].numel(), micro_batches=len(micro))
+    table = Table.grid(padding=(0, 2))
+    for name, size in sizes.items():
+        table.add_row(f"  {name}", Text(f"{size / 1e6:,.1f} MB", justify="right"))
+    console.print("\nmemory of this rank, estimated; not all of it is there at once", style="bold")
+    console.print(table, highlight=False, markup=False)

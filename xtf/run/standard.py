@@ -1,0 +1,248 @@
+"""The built-in recipe: what ``xtf train`` does without a recipe file."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import torch
+
+import xtf
+from xtf.collectives.process_group import backend as device_backend
+from xtf.data.text import TOKENIZER_FILE
+from xtf.mesh import Mesh
+from xtf.optim import Optimizer
+from xtf.run.recipe import Data, Evaluation, Files, Recipe, Schedule
+from xtf.run.training_data import DemoText, FileData
+from xtf.step import TrainStep
+from xtf.transforms import accumulate, chunk_loss, precision, shard
+
+Transform = Callable[[TrainStep], TrainStep]
+
+
+def standard(
+    *,
+    model: str = "tiny-moe",
+    init_from: Path | None = None,
+    data: tuple[Path, ...] = (),
+    eval_data: tuple[Path, ...] = (),
+    held_out: int = 64,
+    steps: int = 300,
+    tokens_per_step: int | None = None,
+    seq: int | None = None,
+    lr: float | None = None,
+    warmup: int = 20,
+    decay: Literal["cosine", "linear", "constant"] = "cosine",
+    optimizer: Literal["adamw", "muon"] = "adamw",
+    weight_decay: float = 0.1,
+    clip: float = 1.0,
+    transforms: str | None = None,
+    mesh: str = "data=-1",
+    backend: Literal["inductor", "aot_eager", "eager"] = "inductor",
+    seed: int = 0,
+    tokenizer: Path | None = None,
+    template: str | None = None,
+    skip_bad_lines: bool = False,
+    special_tokens_in_text: bool = False,
+    cache: Path | None = None,
+    evaluate_every: int = 50,
+    save_every: int = 100,
+    keep: int = 2,
+    prompt: str | None = None,
+    sample: int = 80,
+) -> Recipe:
+    """Train a model on files of conversations or text, or without any on "Pride and Prejudice".
+
+    Args:
+        model: A Hugging Face checkpoint folder to start from, or a preset trained from initial values.
+        init_from: Start a preset from this checkpoint folder.
+        data: Files to train on: JSONL, JSON or Parquet, of conversations (messages, conversations) or text (text, content).
+        eval_data: Files to evaluate on.
+        held_out: Documents at the end of each data file that are evaluated on and not trained on, without --eval-data.
+        steps: Updates to make.
+        tokens_per_step: Tokens of a global batch, a multiple of --seq (by default 8 rows).
+        seq: Tokens of a row, into which documents are packed (by default 128 for the demo, 1024 for files).
+        lr: Peak learning rate (by default 5e-3 for a preset, 2e-5 for a checkpoint).
+        warmup: Steps of linear warm-up; at most a tenth of the steps is used.
+        decay: Of the learning rate after the warm-up, to a tenth of its peak.
+        optimizer: AdamW, or Muon for matrices with AdamW for the rest.
+        weight_decay: Decoupled; vectors (norms, biases) have none.
+        clip: Largest global norm of the gradients; 0 does not clip.
+        transforms: In the order of compose, as shard,chunk_loss,accumulate=2,precision=bfloat16 (by default chunk_loss, and
+            shard where there are several ranks).
+        mesh: Axes of the ranks, as data=-1 or replica=2,data=4 (shard then keeps a copy per replica).
+        backend: What stages are compiled with.
+        seed: Of initial values, the order of the data, and the sample.
+        tokenizer: Folder of the tokenizer (by default that of the model).
+        template: Chat template: a .jinja file or the name of one that ships with xtf (by default the tokenizer's own).
+        skip_bad_lines: Skip lines that cannot be read; they are counted and listed.
+        special_tokens_in_text: Let texts that look like special tokens become these.
+        cache: Folder where tokenised files are kept (by default in the user's cache folder).
+        evaluate_every: Steps between evaluations; 0 evaluates before the first and after the last step only.
+        save_every: Steps between two savings of the whole state; 0 saves only when the run is stopped.
+        keep: How many saved states are kept, the newest.
+        prompt: A text, or for conversations a user's message, that the trained model answers in the end.
+        sample: Tokens of this answer.
+    """
+    folder = None if is_preset(model) else Path(model)
+    built = xtf.models.preset(model) if folder is None else xtf.models.from_hf(folder)
+    given = filled_in({"model": model, "init_from": init_from, "data": data, "seq": seq, "tokens_per_step": tokens_per_step, "lr": lr}
+                      | {"tokenizer": tokenizer, "prompt": prompt})  # fmt: skip
+    length, total, rate, tokens_of, asked = (given[name] for name in ("seq", "tokens_per_step", "lr", "tokenizer", "prompt"))
+    ranks = parse_mesh(mesh)
+    if length < 2:
+        raise ValueError(f"--seq is {length}, expected at least 2: the first token of a row is never a target")
+    if total < length or total % length:
+        raise ValueError(
+            f"--tokens-per-step is {total}, expected a multiple of --seq ({length}), as {max(1, round(total / length)) * length}"
+        )
+    if steps < 1:
+        raise ValueError(f"--steps is {steps}, expected at least 1")
+    if prompt == "":
+        raise ValueError("--prompt is empty: give at least one word")
+    chosen: Data = (
+        FileData(
+            data, tokens_of, total // length, length, seed, held_out, eval_data, template, skip_bad_lines, special_tokens_in_text, cache
+        )
+        if data
+        else DemoText(total // length, length, seed)
+    )
+    if not data and eval_data:
+        raise ValueError("--eval-data without --data: give the files to train on too")
+    if not data and built.vocab < 2048:
+        raise ValueError(f"--model {model} has a vocabulary of {built.vocab}, the tokenizer of the demo's text one of 2048: take another")
+    step = xtf.train_step(built, _optimizer(optimizer, rate, warmup, decay, steps, weight_decay, clip), device=device_backend()[1])
+    applied = transforms if transforms is not None else "shard,chunk_loss" if ranks.size > 1 else "chunk_loss"
+    step = xtf.compile(xtf.compose(*parse_transforms(applied, ranks))(step), backend=backend, donate=True)
+    return Recipe(
+        mesh=ranks,
+        step=step,
+        data=chosen,
+        schedule=Schedule(steps, save_every, keep),
+        evaluation=Evaluation(evaluate_every, asked, chat=bool(data), tokens=sample),
+        files=Files(tokens_of, folder or init_from),
+        seed=seed,
+        title=f"{model} on {', '.join(path.name for path in data)}" if data else f'{model} on "Pride and Prejudice"',
+    )
+
+
+def is_preset(model: str) -> bool:
+    """Whether a model is meant by its preset's name, not by its folder."""
+    return model in xtf.models.PRESETS or not (Path(model).exists() or os.sep in model)
+
+
+def filled_in(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of `standard` with the values that follow from others, where they were not given. ``transforms`` follows from
+    the ranks, which may change from launch to launch, and stays open."""
+    found = dict(settings)
+    folder = None if is_preset(found["model"]) else Path(found["model"])
+    start, demo = folder or found["init_from"], not found["data"]
+    if found["seq"] is None:
+        found["seq"] = 128 if demo else 1024
+    if found["tokens_per_step"] is None:
+        found["tokens_per_step"] = 8 * found["seq"]
+    if found["lr"] is None:
+        found["lr"] = 5e-3 if start is None else 2e-5
+    if found["tokenizer"] is None:
+        found["tokenizer"] = start or TOKENIZER_FILE.parent
+    if found["prompt"] is None and demo:
+        found["prompt"] = "Elizabeth could not but smile at"
+    return found
+
+
+def _optimizer(name: str, lr: float, warmup: int, decay: str, steps: int, weight_decay: float, clip: float) -> Optimizer:
+    if not 0 < lr < 1:
+        raise ValueError(f"--lr is {lr}, expected a rate between 0 and 1, as 0.0001")
+    if warmup < 0 or weight_decay < 0 or clip < 0:
+        raise ValueError(f"--warmup is {warmup}, --weight-decay {weight_decay}, --clip {clip}: expected at least 0")
+    warm = min(warmup, steps // 10)
+    if decay == "constant":
+        rate = xtf.optim.warmup_constant(lr, warm)
+    else:
+        rate = (xtf.optim.warmup_cosine if decay == "cosine" else xtf.optim.warmup_linear)(lr, warm, steps, final=lr / 10)
+    make = xtf.optim.adamw if name == "adamw" else xtf.optim.muon_adamw
+    update = make(rate, betas=(0.9, 0.95), weight_decay=weight_decay, mask=xtf.optim.no_decay_1d)
+    return xtf.optim.chain(xtf.optim.clip_by_global_norm(clip), update) if clip else update
+
+
+def parse_mesh(text: str) -> Mesh:
+    """The mesh of a text as ``replica=2,data=-1``.
+
+    Raises:
+        ValueError: for what is no list of ``axis=size``, or sizes that do not fit the ranks there are.
+    """
+    sizes: dict[str, int] = {}
+    for part in text.split(","):
+        name, _, size = part.partition("=")
+        if not name.strip().isidentifier() or not size.strip().lstrip("-").isdigit() or name.strip() in sizes:
+            raise ValueError(f"--mesh {text}: expected different axes with sizes, as data=-1 or replica=2,data=4")
+        sizes[name.strip()] = int(size)
+    return xtf.mesh(**sizes)
+
+
+class _Named(NamedTuple):
+    """A transform by name: how it is made of its value, and what values it takes."""
+
+    make: Callable[[Mesh, str], Transform]
+    values: str
+
+
+def _shard(mesh: Mesh, value: str) -> Transform:
+    axes = value.split("+") if value else [name for name in mesh if name != "replica"]
+    missing = [name for name in axes if name not in mesh.sizes]
+    if missing:
+        raise ValueError(f"shard={value}: the mesh has no axis {', '.join(missing)}; it has {', '.join(mesh)}")
+    return shard(*(mesh[name] for name in axes), replicate=mesh["replica"] if "replica" in mesh.sizes else None)
+
+
+def _precision(mesh: Mesh, value: str) -> Transform:
+    dtypes = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+    if value not in dtypes:
+        raise ValueError(f"precision={value}: expected one of {', '.join(dtypes)}, what stages compute in")
+    return precision(compute=dtypes[value], reduce=torch.float32)
+
+
+def _chunk_loss(mesh: Mesh, value: str) -> Transform:
+    return chunk_loss(tokens=_count("chunk_loss", value) if value else None)
+
+
+def _accumulate(mesh: Mesh, value: str) -> Transform:
+    return accumulate(_count("accumulate", value))
+
+
+def _count(name: str, value: str) -> int:
+    if not value.isdigit() or int(value) < 1:
+        raise ValueError(f"{name}={value}: expected a number of at least 1, as {name}=2")
+    return int(value)
+
+
+TRANSFORMS: dict[str, _Named] = {
+    "shard": _Named(_shard, "axes joined by +, by default all but replica"),
+    "chunk_loss": _Named(_chunk_loss, "tokens of a chunk, by default chosen"),
+    "accumulate": _Named(_accumulate, "micro-batches"),
+    "precision": _Named(_precision, "bfloat16, float16 or float32"),
+}
+
+
+def parse_transforms(text: str, mesh: Mesh) -> list[Transform]:
+    """Transforms of a text as ``shard,chunk_loss,accumulate=2``, in the order of `xtf.compose`.
+
+    Raises:
+        ValueError: for an unknown transform (it shows the nearest) or a value that it does not take.
+
+    Example:
+        >>> len(parse_transforms("chunk_loss=512,accumulate=2", xtf.mesh()))
+        2
+    """
+    found: list[Transform] = []
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        name, _, value = part.partition("=")
+        if name not in TRANSFORMS:
+            near = difflib.get_close_matches(name, TRANSFORMS)
+            hint = f"did you mean {near[0]}?" if near else f"there is {', '.join(TRANSFORMS)}"
+            raise ValueError(f"--transforms has no {name!r}; {hint}")
+        found.append(TRANSFORMS[name].make(mesh, value))
+    return found

@@ -1,0 +1,213 @@
+"""Data of the built-in recipe: files of conversations or text, and the text that ships with xtf."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+from torch import Tensor
+
+from xtf.batch import cut_rows
+from xtf.data import Documents, PackedBatches, Tokens, batches, held_out_batches, unigram_entropy, windows
+from xtf.data.batches import taught
+from xtf.data.cache import default_cache_dir
+from xtf.data.pipeline import Tokenized, tokenize_files
+from xtf.mesh import Mesh
+from xtf.run.ranks import say, together
+from xtf.run.recipe import Opened
+
+
+@dataclass(frozen=True)
+class FileData:
+    """Files of conversations or of text, tokenised once, packed greedily into rows.
+
+    A conversation longer than a row loses its end; a text is split. What is held out is never trained on.
+
+    Args:
+        files: to train on: JSONL, JSON or Parquet (see `xtf.data`).
+        tokenizer: the folder of the tokenizer.
+        rows: of a global batch.
+        seq: tokens of a row.
+        seed: of the order.
+        held_out: documents at the end of each file that are evaluated on, where ``eval_files`` has none.
+        eval_files: to evaluate on.
+        template: a chat template: a file, or the name of one that ships; by default the tokenizer's own.
+        skip_bad_lines: whether lines that cannot be read are skipped, counted and listed.
+        special_tokens_in_text: whether a text that looks like a special token becomes one.
+        cache: the folder where tokens are kept.
+    """
+
+    files: tuple[Path, ...]
+    tokenizer: Path
+    rows: int
+    seq: int
+    seed: int = 0
+    held_out: int = 64
+    eval_files: tuple[Path, ...] = ()
+    template: str | None = None
+    skip_bad_lines: bool = False
+    special_tokens_in_text: bool = False
+    cache: Path | None = None
+
+    def __post_init__(self) -> None:
+        if not self.files:
+            raise ValueError("there is no data file to train on: give at least one")
+        if self.rows < 1 or self.seq < 2 or self.held_out < 0:
+            raise ValueError(f"rows={self.rows}, seq={self.seq}, held_out={self.held_out}: expected at least 1, 2 and 0")
+        missing = [str(path) for path in (*self.files, *self.eval_files) if not path.is_file()]
+        if missing:
+            raise ValueError(f"there is no file {', '.join(missing)}: give JSONL, JSON or Parquet files")
+
+    def describe(self) -> dict[str, str]:
+        """What ``xtf train --print`` says."""
+        size = sum(path.stat().st_size for path in self.files)
+        held = ", ".join(map(str, self.eval_files)) or f"the last {self.held_out} documents of each file"
+        return {"data": f"{', '.join(map(str, self.files))} ({size / 1e6:.1f} MB)", "held out": held, "tokenizer": str(self.tokenizer)}
+
+    def open(self, mesh: Mesh, console: Console) -> Opened:
+        """Tokenise what is not in the cache yet, and pack. The first rank tokenises, the others then find its work."""
+        first = together(mesh, lambda: self._tokenize(console), ranks=lambda rank: rank == 0)
+        rest = together(mesh, lambda: self._tokenize(console), ranks=lambda rank: rank > 0)
+        tokenized = first or rest
+        assert tokenized is not None  # every rank is among the one or the others
+        train, held = tokenized
+        skipped = (*train.skipped, *(held.skipped if held is not None else ()))
+        for item in skipped:
+            say(console, f"skipped {item.path}, {item.unit} {item.line}: {item.reason}")
+        kept, apart = (train.documents, held.documents) if held is not None else _hold_out(train, self.held_out)
+        packed, lost = self._useful(kept)
+        evaluated, _ = self._useful(apart)
+        if lost:
+            say(console, f"{lost:,} documents have nothing to learn within {self.seq} tokens: left out")
+        chosen = PackedBatches(packed, rows=self.rows, seq=self.seq, seed=self.seed)
+        about = {
+            "files": [str(path) for path in self.files],
+            "documents": len(packed),
+            "tokens": packed.tokens,
+            "held_out_documents": len(evaluated),
+            "held_out_tokens": evaluated.tokens,
+            "skipped_lines": len(skipped),
+            "left_out_documents": lost,
+        }
+        held_out_says = f"held out {len(evaluated):,} documents, {evaluated.tokens:,} tokens"
+        say(console, f"{len(packed):,} documents, {packed.tokens:,} tokens; {held_out_says}")
+
+        def held_out(rank: int, ranks: int) -> Iterable[Mapping[str, Tensor]]:
+            return held_out_batches(evaluated, rows=self.rows, seq=self.seq, rank=rank, ranks=ranks)
+
+        return Opened(chosen, held_out, max(train.max_id, held.max_id if held is not None else 0), about)
+
+    def _tokenize(self, console: Console) -> tuple[Tokenized, Tokenized | None]:
+        def tokens(files: Sequence[Path]) -> Tokenized:
+            with _bar(console) as progress:
+                return tokenize_files(
+                    files,
+                    self.tokenizer,
+                    cache_dir=self.cache or default_cache_dir(),
+                    template=self.template,
+                    skip_bad_lines=self.skip_bad_lines,
+                    special_tokens_in_text=self.special_tokens_in_text,
+                    progress=progress,
+                )
+
+        return tokens(self.files), tokens(self.eval_files) if self.eval_files else None
+
+    def _useful(self, documents: Documents) -> tuple[Documents, int]:
+        """Documents that fit into a row, and how many have nothing to learn and are left out."""
+        whole = documents.limited(self.seq, long="auto")
+        useful = taught(whole)
+        return whole.select(np.flatnonzero(useful)), int((~useful).sum())
+
+
+def _hold_out(tokenized: Tokenized, count: int) -> tuple[Documents, Documents]:
+    """The documents of each file without its last ``count``, and these."""
+    kept: list[int] = []
+    apart: list[int] = []
+    for part in tokenized.parts:
+        if part.documents <= count:
+            raise ValueError(f"{part.path} has {part.documents} documents, {count} are to be held out: give --held-out a smaller number")
+        end = part.first + part.documents
+        kept += range(part.first, end - count)
+        apart += range(end - count, end)
+    return tokenized.documents.select(kept), tokenized.documents.select(apart)
+
+
+@contextlib.contextmanager
+def _bar(console: Console) -> Generator[Callable[[int, int], None]]:
+    """A progress bar for tokenising, which appears with the first news of it; none where nothing is said."""
+    columns = (TextColumn("tokenising"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+    task = bar.add_task("", total=None)
+
+    def progress(done: int, total: int) -> None:
+        if not bar.live.is_started:
+            bar.start()
+        bar.update(task, completed=done, total=total)
+
+    try:
+        yield progress
+    finally:
+        bar.stop()
+
+
+class _Windows:
+    """Random windows of one text (`xtf.data.batches`), for each rank its rows."""
+
+    def __init__(self, tokens: Tensor, rows: int, seq: int, seed: int) -> None:
+        self._tokens, self._rows, self._seq = len(tokens), rows, seq
+        self._at = batches(tokens, batch=rows, seq=seq, seed=seed)
+
+    def __call__(self, step: int, rank: int = 0, ranks: int = 1) -> Mapping[str, Tensor]:
+        return cut_rows(self._at(step), ranks, rank)
+
+    def lengths(self, step: int, ranks: int = 1) -> list[npt.NDArray[np.int64]]:
+        each = -(-self._rows // ranks)
+        counts = [max(0, min(each, self._rows - rank * each)) for rank in range(ranks)]
+        return [np.full(count, self._seq, np.int64) for count in counts]
+
+    def epoch(self, step: int) -> float:
+        return step * self._rows * self._seq / self._tokens
+
+
+@dataclass(frozen=True)
+class DemoText:
+    """ "Pride and Prejudice", which ships with xtf: random windows of it, its last twentieth held out.
+
+    Args:
+        rows: of a global batch.
+        seq: tokens of a row.
+        seed: of the windows.
+    """
+
+    rows: int
+    seq: int
+    seed: int = 0
+
+    def describe(self) -> dict[str, str]:
+        """What ``xtf train --print`` says."""
+        text = '"Pride and Prejudice", which ships with xtf'
+        return {"data": text, "held out": "its last 5 %", "tokenizer": "the one that ships with xtf"}
+
+    def open(self, mesh: Mesh, console: Console) -> Opened:
+        """Tokenise the text."""
+        tokens = Tokens.demo()
+        chosen = _Windows(tokens.train, self.rows, self.seq, self.seed)
+
+        def held_out(rank: int, ranks: int) -> Iterable[Mapping[str, Tensor]]:
+            return (cut_rows(batch, ranks, rank) for batch in windows(tokens.held_out, batch=self.rows, seq=self.seq))
+
+        about: dict[str, Any] = {
+            "tokens": len(tokens.train),
+            "held_out_tokens": len(tokens.held_out),
+            "vocab": tokens.vocab,
+            "unigram_entropy": unigram_entropy(tokens.held_out, tokens.train, tokens.vocab),
+        }
+        say(console, f"{len(tokens.train):,} tokens of text, {len(tokens.held_out):,} held out")
+        return Opened(chosen, held_out, tokens.vocab - 1, about)
