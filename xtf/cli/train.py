@@ -15,7 +15,7 @@ from rich.text import Text
 
 from xtf.run.folder import Launch, holds_run, stored_launch
 from xtf.run.memory import estimate
-from xtf.run.recipe import Recipe, load_recipe, parse_settings, resolve, settings_of
+from xtf.run.recipe import Recipe, load_recipe, parse_settings, plain, resolve, settings_of
 from xtf.run.standard import filled_in, standard
 from xtf.run.train import run
 
@@ -112,9 +112,7 @@ def show(recipe: Recipe, launch: Launch, console: Console) -> None:
     console.print(f"recipe {launch.file or 'built-in'}", style="bold", highlight=False)
     grid = Table.grid(padding=(0, 2))
     for name, value in launch.settings.items():
-        grid.add_row(
-            f"  {name}", "" if value is None or value == () else ", ".join(map(str, value)) if isinstance(value, tuple) else str(value)
-        )
+        grid.add_row(f"  {name}", _words(plain(value)))
     console.print(grid, highlight=False, markup=False)
     console.print(f"\n{recipe.step}", highlight=False, markup=False)
     facts = Table.grid(padding=(0, 2))
@@ -135,3 +133,10 @@ def show(recipe: Recipe, launch: Launch, console: Console) -> None:
         table.add_row(f"  {name}", Text(f"{size / 1e6:,.1f} MB", justify="right"))
     console.print("\nmemory of this rank, estimated; not all of it is there at once", style="bold")
     console.print(table, highlight=False, markup=False)
+
+
+def _words(value: Any) -> str:
+    """A setting in one line."""
+    if isinstance(value, list):
+        return ", ".join(map(_words, typing.cast("list[Any]", value)))
+    return "" if value is None else str(value)
