@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -233,6 +235,66 @@ def test_bad_input_is_one_message(inputs: Path, tmp_path: Path, capsys: pytest.C
     said = capsys.readouterr().err
     assert message in said and "Traceback" not in said
     assert not out.exists()
+
+
+ANSWER = {"role": "assistant", "content": "Hello."}
+ASK = {"role": "user", "content": "Hi"}
+GOOD = json.dumps({"messages": [ASK, ANSWER]})
+BAD_ROWS: list[tuple[str, str]] = [
+    ("{not json", "not JSON"),
+    ('{"question": "Hi", "answer": "Hello."}', "question"),
+    (json.dumps({"messages": [{"role": "robot", "content": "Hi"}, ANSWER]}), "robot"),
+    (json.dumps({"messages": [ANSWER, ASK]}), "message 0"),
+    (json.dumps({"messages": []}), "messages"),
+    (json.dumps({"messages": [ASK]}), "assistant"),
+    (json.dumps({"messages": [ASK, ANSWER | {"loss_weight": 0}]}), "learn"),
+    (json.dumps({"messages": [ASK, {"role": "assistant", "content": [{"type": "image"}]}]}), "image"),
+]
+
+
+@pytest.mark.parametrize(("row", "reason"), BAD_ROWS, ids=[reason for _, reason in BAD_ROWS])
+def test_a_bad_line_is_named_or_skipped(inputs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], row: str, reason: str) -> None:
+    file, out = tmp_path / "bad.jsonl", tmp_path / "out"
+    file.write_text("\n".join([GOOD] * 20 + [row] + [GOOD] * 20))
+    more = ["--data", str(file), "--cache", str(tmp_path / "cache"), "--steps", "1", "--evaluate-every", "0"]
+    assert cli.main(flags(inputs, out, *more)) == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert said.startswith(f"xtf: {file}, line 21: ") and reason in said
+    assert not out.exists()
+    assert cli.main(flags(inputs, out, *more, "--skip-bad-lines")) == 0
+    said = capsys.readouterr().err
+    assert f"skipped {file}, line 21: " in said and reason in said
+    assert json.loads((out / "run.json").read_text())["data"]["skipped_lines"] == 1
+
+
+def test_a_tokenizer_without_a_template(inputs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    bare = tmp_path / "bare"
+    shutil.copytree(inputs / "model", bare)
+    config = json.loads((bare / "tokenizer_config.json").read_text())
+    config.pop("chat_template", None)
+    (bare / "tokenizer_config.json").write_text(json.dumps(config))
+    (bare / "chat_template.jinja").unlink(missing_ok=True)
+    assert cli.main(flags(inputs, tmp_path / "out", "--tokenizer", str(bare))) == 2
+    said = capsys.readouterr().err
+    assert "chat_template" in said and "chatml" in said
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_full_disk_loses_nothing(inputs: Path, finished: Path, tmp_path: Path) -> None:
+    """Files may have 200 kB: the first state does not fit, and the run goes on when there is room."""
+
+    def limit() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, resource.RLIM_INFINITY))
+
+    out = tmp_path / "out"
+    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "xtf.cli", *flags(inputs, out)]
+    done = subprocess.run(command, env=env, preexec_fn=limit, capture_output=True, text=True)
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert "File too large" in done.stderr.splitlines()[-1] and str(out) in done.stderr.splitlines()[-1]
+    assert not list((out / "checkpoints").iterdir())
+    assert cli.main(["train", "--out", str(out), "--resume"]) == 0
+    assert losses(out) == losses(finished)
 
 
 def test_a_vocabulary_larger_than_the_models(inputs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

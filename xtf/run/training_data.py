@@ -82,10 +82,10 @@ class FileData:
         for item in skipped:
             say(console, f"skipped {item.path}, {item.unit} {item.line}: {item.reason}")
         kept, apart = (train.documents, held.documents) if held is not None else _hold_out(train, self.held_out)
-        packed, lost = self._useful(kept)
-        evaluated, _ = self._useful(apart)
-        if lost:
-            say(console, f"{lost:,} documents have nothing to learn within {self.seq} tokens: left out")
+        (packed, lost), (evaluated, missing) = self._useful(kept), self._useful(apart)
+        if lost or missing:
+            where = f"nothing in the first {self.seq} tokens is learned"
+            say(console, f"left out, because {where}: {lost:,} of {len(kept):,} documents, {missing:,} of {len(apart):,} held out")
         chosen = PackedBatches(packed, rows=self.rows, seq=self.seq, seed=self.seed)
         about = {
             "files": [str(path) for path in self.files],
