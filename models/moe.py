@@ -75,6 +75,16 @@ def expert_mlp(
     return grouped_mm(silu_mul(gate, up), params["down"], offsets)
 
 
+def gather_tokens(h: Float[Tensor, "T H"], order: Int64[Tensor, " S"], top_k: int) -> Float[Tensor, "S H"]:
+    """The token of each sorted row, ``h[order // top_k]``.
+
+    Written over slots, each of which is taken once: the backward then sums a token's gradients along a dim. As a gather of
+    tokens it would add several rows to one place, and code that does so on several threads gives other bits each time.
+    """
+    slots = h.unsqueeze(1).expand(-1, top_k, -1).reshape(-1, h.shape[1])
+    return slots.index_select(0, order)
+
+
 def combine(rows: Float[Tensor, "S H"], weights: Float[Tensor, "T k"], dispatch: Dispatch) -> Float[Tensor, "T H"]:
     """Sum each token's results by its weights.
 
@@ -86,9 +96,10 @@ def combine(rows: Float[Tensor, "S H"], weights: Float[Tensor, "T k"], dispatch:
     Returns:
         (T, H), in the dtype of ``rows``.
     """
-    weighted = rows.to(weights.dtype) * weights.flatten().index_select(0, dispatch.order).unsqueeze(-1)
-    summed = weighted.new_zeros(weights.shape[0], rows.shape[1]).index_add(0, dispatch.tokens, weighted)
-    return summed.to(rows.dtype)
+    slots = torch.arange(dispatch.order.shape[0], device=rows.device)
+    place = torch.empty_like(dispatch.order).scatter(0, dispatch.order, slots)  # the sorted row of each slot
+    by_token = rows.index_select(0, place).view(*weights.shape, rows.shape[1])
+    return (by_token.to(weights.dtype) * weights.unsqueeze(-1)).sum(1).to(rows.dtype)
 
 
 def router_fn(eps: float, top_k: int, normalize: bool) -> StageFn:
@@ -133,7 +144,7 @@ def experts_fn(experts: int, grouped_mm: GroupedMM) -> StageFn:
         indices: Int64[Tensor, "T k"],
     ) -> tuple[Float[Tensor, "T H"]]:
         dispatch = dispatch_order(indices, experts)
-        rows = h.index_select(0, dispatch.tokens)
+        rows = gather_tokens(h, dispatch.order, indices.shape[1])
         return (x + combine(expert_mlp(params, rows, dispatch.offsets, grouped_mm), weights, dispatch),)
 
     return fn
