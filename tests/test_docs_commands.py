@@ -21,7 +21,15 @@ from xtf.checkpoint import read_config
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-SMALLER = {"--steps": "2", "--seq": "64", "--tokens-per-step": "256", "--held-out": "2", "--evaluate-every": "1", "--save-every": "1", "--tokens": "4"}
+SMALLER = {
+    "--steps": "2",
+    "--seq": "64",
+    "--tokens-per-step": "256",
+    "--held-out": "2",
+    "--evaluate-every": "1",
+    "--save-every": "1",
+    "--tokens": "4",
+}
 
 
 def parts(page: Path) -> list[tuple[str, str]]:

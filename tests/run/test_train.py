@@ -204,6 +204,38 @@ def test_print_shows_and_does_nothing(inputs: Path, tmp_path: Path, capsys: pyte
     assert not (tmp_path / "out").exists()
 
 
+def test_print_allocates_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["train", "--print", "--seq", "1000000", "--tokens-per-step", "100000000"]) == 0
+    assert "not estimated for a micro-batch of 100,000,000 tokens" in capsys.readouterr().out
+
+
+def test_a_recipe_that_fails_is_one_message(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "r.py").write_text("def recipe():\n    return 1 / 0\n")
+    assert cli.main(["train", str(tmp_path / "r.py")]) == 2
+    assert capsys.readouterr().err == f"xtf: the recipe {tmp_path / 'r.py'}, line 2 fails: ZeroDivisionError: division by zero\n"
+
+
+def test_damaged_states_are_passed_over_or_refused(
+    inputs: Path, finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "damaged"
+    shutil.copytree(finished, out)
+    shutil.rmtree(out / "checkpoint")  # as if it had been killed before the end
+    newest = out / "checkpoints" / "step-00000006" / "rank-00000.safetensors"
+    newest.write_bytes(newest.read_bytes()[:-100])
+    both = tmp_path / "both"
+    shutil.copytree(out, both)
+    assert cli.main(["train", "--out", str(out), "--resume"]) == 0
+    said = capsys.readouterr().err
+    assert "step-00000006" in said and "damaged" in said and "going on after step 3 of 8" in said
+    assert losses(out) == losses(finished)
+    (both / "checkpoints" / "step-00000003" / "state.json").write_text("{")
+    before = losses(both)
+    assert cli.main(["train", "--out", str(both), "--resume"]) == 2
+    assert "can be used" in capsys.readouterr().err
+    assert losses(both) == before
+
+
 def test_pretraining_text(inputs: Path, tmp_path: Path) -> None:
     out = tmp_path / "text"
     more = ["--data", str(inputs / "text.jsonl"), "--steps", "2", "--transforms", "chunk_loss,accumulate=2"]
@@ -212,7 +244,11 @@ def test_pretraining_text(inputs: Path, tmp_path: Path) -> None:
 
 
 BAD: list[tuple[list[str], str]] = [
-    (["--data", "no.jsonl"], "there is no file no.jsonl"),
+    (["--data", "no.jsonl"], "the data file no.jsonl does not exist"),
+    (["--data", "."], "the data file . is a folder"),
+    (["--clip", "nan"], "--clip is nan"),
+    (["--keep", "0"], "--keep is 0, expected at least 1"),
+    (["--seed", "-1"], "--seed is -1"),
     (["--model", "no/such"], "no/such"),
     (["--model", "tiny-mo"], "did you mean tiny-moe"),
     (["--transforms", "chunk_los"], "did you mean chunk_loss"),
@@ -247,7 +283,7 @@ BAD_ROWS: list[tuple[str, str]] = [
     (json.dumps({"messages": [ANSWER, ASK]}), "message 0"),
     (json.dumps({"messages": []}), "messages"),
     (json.dumps({"messages": [ASK]}), "assistant"),
-    (json.dumps({"messages": [ASK, ANSWER | {"loss_weight": 0}]}), "learn"),
+    (json.dumps({"messages": [ASK, ANSWER | {"loss_weight": 0}]}), "nothing to train on"),
     (json.dumps({"messages": [ASK, {"role": "assistant", "content": [{"type": "image"}]}]}), "image"),
 ]
 

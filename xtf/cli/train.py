@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import traceback
 import typing
 from pathlib import Path
 from typing import Annotated, Any
@@ -77,7 +78,7 @@ TrainOptions = _options()
 def main(options: Any) -> None:
     """Do what the options of ``xtf train`` say."""
     launch = _launch(options)
-    recipe = launch.recipe(**launch.settings)
+    recipe = _built(launch)
     if not isinstance(recipe, Recipe):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ValueError(f"the recipe {launch.file} returned a {type(recipe).__name__}, expected a xtf.run.Recipe")
     if options.print:
@@ -85,6 +86,19 @@ def main(options: Any) -> None:
             show(recipe, launch, Console())
     else:
         run(recipe, launch)
+
+
+def _built(launch: Launch) -> Recipe:
+    try:
+        return launch.recipe(**launch.settings)
+    except (ValueError, OSError, MemoryError):
+        raise
+    except Exception as error:
+        if launch.file is None:
+            raise
+        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(launch.file)]
+        where = f", line {lines[-1]}" if lines else ""
+        raise ValueError(f"the recipe {launch.file}{where} fails: {type(error).__name__}: {error}") from error
 
 
 def _launch(options: Any) -> Launch:
@@ -125,14 +139,21 @@ def show(recipe: Recipe, launch: Launch, console: Console) -> None:
     console.print("\ndata and schedule", style="bold")
     console.print(facts, highlight=False, markup=False)
     ranks = recipe.step.token_axis.size if recipe.step.token_axis is not None else 1
-    ids = torch.zeros(-(-rows // ranks), seq, dtype=torch.int64)
+    ids = torch.empty(-(-rows // ranks), seq, dtype=torch.int64, device="meta")
     micro = recipe.step.split({"input_ids": ids, "labels": ids})
-    sizes = estimate(recipe.step, micro[0]["input_ids"].numel(), micro_batches=len(micro))
-    table = Table.grid(padding=(0, 2))
-    for name, size in sizes.items():
-        table.add_row(f"  {name}", Text(f"{size / 1e6:,.1f} MB", justify="right"))
+    tokens = micro[0]["input_ids"].numel()
     console.print("\nmemory of this rank, estimated; not all of it is there at once", style="bold")
+    if tokens > _MANY_TOKENS:
+        console.print(f"  not estimated for a micro-batch of {tokens:,} tokens: make it smaller", highlight=False)
+        return
+    table = Table.grid(padding=(0, 2))
+    for name, size in estimate(recipe.step, tokens, micro_batches=len(micro)).items():
+        table.add_row(f"  {name}", Text(f"{size / 1e6:,.1f} MB", justify="right"))
     console.print(table, highlight=False, markup=False)
+
+
+_MANY_TOKENS = 1 << 22
+"""The estimate makes a batch's positions and tables."""
 
 
 def _words(value: Any) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -99,8 +100,11 @@ def standard(
         raise ValueError(
             f"--tokens-per-step is {total}, expected a multiple of --seq ({length}), as {max(1, round(total / length)) * length}"
         )
-    if steps < 1:
-        raise ValueError(f"--steps is {steps}, expected at least 1")
+    least = {"steps": (steps, 1), "held-out": (held_out, 0), "seed": (seed, 0), "evaluate-every": (evaluate_every, 0)}
+    least |= {"save-every": (save_every, 0), "keep": (keep, 1), "sample": (sample, 0), "warmup": (warmup, 0)}
+    for name, (value, bound) in least.items():
+        if not bound <= value < 2**63:
+            raise ValueError(f"--{name} is {value}, expected at least {bound}")
     if prompt == "":
         raise ValueError("--prompt is empty: give at least one word")
     chosen: Data = (
@@ -156,8 +160,9 @@ def filled_in(settings: Mapping[str, Any]) -> dict[str, Any]:
 def _optimizer(name: str, lr: float, warmup: int, decay: str, steps: int, weight_decay: float, clip: float) -> Optimizer:
     if not 0 < lr < 1:
         raise ValueError(f"--lr is {lr}, expected a rate between 0 and 1, as 0.0001")
-    if warmup < 0 or weight_decay < 0 or clip < 0:
-        raise ValueError(f"--warmup is {warmup}, --weight-decay {weight_decay}, --clip {clip}: expected at least 0")
+    for flag, value in (("weight-decay", weight_decay), ("clip", clip)):
+        if not 0 <= value < math.inf:
+            raise ValueError(f"--{flag} is {value}, expected a number of at least 0")
     warm = min(warmup, steps // 10)
     if decay == "constant":
         rate = xtf.optim.warmup_constant(lr, warm)

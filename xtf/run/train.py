@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import signal
 import time
+import warnings
 from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from io import StringIO
@@ -115,7 +116,7 @@ def run(recipe: Recipe, launch: Launch, *, console: Console | None = None) -> Pa
 def _start(recipe: Recipe, folder: Path, notice: Console, begun: bool) -> tuple[State, _Position]:
     """The state a run begins with, or goes on with."""
     step, start = recipe.step, recipe.files.start
-    saved = latest(folder / CHECKPOINTS) if begun else None
+    saved = _newest(folder / CHECKPOINTS, notice) if begun else None
     if saved is not None:
         state, extra = load_state(step, saved)
         done = int(state.step)
@@ -128,6 +129,26 @@ def _start(recipe: Recipe, folder: Path, notice: Console, begun: bool) -> tuple[
         say(notice, f"{folder} has no saved state: beginning anew")
     state = step.init(recipe.seed) if start is None else xtf.load(step, start, ignore=recipe.files.ignore)
     return state, _Position(0)
+
+
+def _newest(folder: Path, notice: Console) -> Path | None:
+    """The newest whole state; those that are damaged are passed over, and said. ``None`` where none was ever saved.
+
+    Raises:
+        ValueError: if states are there and none of them can be used.
+    """
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        saved = latest(folder)
+    reasons = [str(warning.message) for warning in caught]
+    if saved is None and any(folder.glob("step-*")):
+        raise ValueError(
+            f"no state in {folder} can be used: {'; '.join(reasons) or 'none is complete'}. "
+            "Nothing was changed; remove that folder to begin anew"
+        )
+    for reason in reasons:
+        say(notice, reason)
+    return saved
 
 
 class _Loop:
@@ -261,11 +282,16 @@ def _summarize(console: Console, recipe: Recipe, folder: Path, opened: Opened, p
         )
         line.append(f"; unigram entropy is {entropy:.3f}: {worth}")
     elif position.best < position.loss:
-        line.append(f"; the lowest was {position.best:.3f}")
+        before = "" if (folder / BEST).exists() else ", before the first step: no parameters were better than those it started with"
+        line.append(f"; the lowest was {position.best:.3f}{before}")
     console.print(line)
     if text is not None:
         between = "\n" if recipe.evaluation.chat else ""
         console.print(Text.assemble("\n", (recipe.evaluation.prompt or "", "bold"), between, (text, "italic")))
+    elif recipe.evaluation.prompt is not None:
+        console.print(
+            f"\nwhat it writes: xtf generate {folder} {recipe.evaluation.prompt!r}", markup=False, highlight=False, soft_wrap=True
+        )
     console.print()
     about = {
         "metrics.jsonl": "a row per step",

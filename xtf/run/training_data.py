@@ -63,7 +63,8 @@ class FileData:
             raise ValueError(f"rows={self.rows}, seq={self.seq}, held_out={self.held_out}: expected at least 1, 2 and 0")
         missing = [str(path) for path in (*self.files, *self.eval_files) if not path.is_file()]
         if missing:
-            raise ValueError(f"there is no file {', '.join(missing)}: give JSONL, JSON or Parquet files")
+            what = "is a folder" if Path(missing[0]).is_dir() else "does not exist"
+            raise ValueError(f"the data file {missing[0]} {what}: give JSONL, JSON or Parquet files")
 
     def describe(self) -> dict[str, str]:
         """What ``xtf train --print`` says."""
