@@ -119,9 +119,11 @@ def _draw_load(figure: Any, load: NDArray[np.float64], first: int, last: int) ->
         axis.set_major_locator(matplotlib.ticker.MaxNLocator(nbins="auto", integer=True, steps=[1, 2, 4, 5, 8, 10], min_n_ticks=1))
     for spine in axes.spines.values():
         spine.set_visible(False)
-    if load.size <= 160:
+    if load.size <= 160:  # numbers in the cells say it all: no scale beside them
         for (layer, expert), value in np.ndenumerate(load):
-            axes.text(expert, layer, f"{value:.2f}", ha="center", va="center", fontsize=8, color=INK)
+            dark = abs(float(scale(value)) - 0.5) > 0.3
+            axes.text(expert, layer, f"{value:.2f}", ha="center", va="center", fontsize=8, color="white" if dark else INK)
+        return
     bar = figure.colorbar(image, ax=axes, label="load over the mean", pad=0.01, extend="max" if np.nanmax(load) > top else "neither")
     bar.set_ticks(sorted({0.0, 0.5, 1.0, *np.linspace(1, top, 3).round(1).tolist()}))
     _plain_bar(bar)
