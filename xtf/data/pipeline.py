@@ -21,7 +21,7 @@ from xtf.data.template import read_template
 Progress = Callable[[int, int], None]
 """Called with the bytes done and the bytes there are."""
 
-_CHUNK = 1 << 16  # characters that are encoded at once
+_CHUNK = 1 << 19  # characters that are encoded at once
 _AHEAD = 2  # chunks that wait
 _TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",

@@ -9,6 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
+from jinja2.runtime import LoopContext
+from jinja2.utils import Namespace
+
 Messages = Sequence[Mapping[str, Any]]
 BUILT_IN = ("chatml", "deepseek")
 """Templates that ship with the package; `read_template` takes their names."""
@@ -211,7 +214,7 @@ def _renderer(source: str, constants: Mapping[str, Any]) -> tuple[Callable[[Mess
 
     try:
         # the step of transformers' own renderer that compiles; what it does beside at every call costs more than rendering
-        compiled = cast(Any, chat_template_utils)._compile_jinja_template(source)
+        compiled = _quickened(cast(Any, chat_template_utils)._compile_jinja_template(source), source)
     except Exception as error:
         raise ValueError(f"the chat template cannot be read: {error}") from error
 
@@ -241,6 +244,30 @@ _TOOL: dict[str, Any] = {
     "type": "function",
     "function": {"name": "probe_name", "description": "Probe", "parameters": {"type": "object", "properties": {}}},
 }
+
+
+_TEXT_METHODS = frozenset({"startswith", "endswith", "strip", "lstrip", "rstrip", "split"})
+
+
+def _quickened(compiled: Any, source: str) -> Any:
+    """The same template, where looking something up in a message, a loop or a namespace goes without the sandbox's checks. These let
+    all of it pass; they took half of the time of rendering."""
+    environment = compiled.environment.overlay()
+    checked, undefined = environment.getattr, environment.undefined
+
+    def look_up(value: Any, name: str) -> Any:
+        kind = type(value)
+        if kind is dict and not hasattr(dict, name):
+            found = cast("dict[str, Any]", value)
+            return found[name] if name in found else undefined(obj=value, name=name)
+        if (kind is str and name in _TEXT_METHODS) or (
+            kind in (LoopContext, Namespace) and not name.startswith("_") and hasattr(value, name)
+        ):
+            return getattr(value, name)
+        return checked(value, name)
+
+    environment.getattr = look_up
+    return environment.from_string(source)
 
 
 def _tried(render: Callable[[Messages, Messages, bool], str], messages: Messages, tools: Messages, prompt: bool) -> str:
