@@ -356,7 +356,9 @@ def embed_rule(vocab: int) -> Callable[[StageFn, Hashable, Lower], Pair]:
             params: Params, residual: Any, dwrites: tuple[Tensor | None, ...], consts: Mapping[str, Any]
         ) -> tuple[dict[str, Tensor], tuple[Tensor | None, ...]]:
             # not lowered: generated code adds rows of one id from several threads, in another order each time
-            return {"weight": gradient(consts["input_ids"], dwrites[0])}, ()
+            (dx,) = dwrites
+            assert dx is not None  # nothing but the layers reads what the embedding writes
+            return {"weight": gradient(consts["input_ids"], dx)}, ()
 
         return Pair(forward, backward, needs_params=False)
 

@@ -247,23 +247,28 @@ _TOOL: dict[str, Any] = {
 
 
 _TEXT_METHODS = frozenset({"startswith", "endswith", "strip", "lstrip", "rstrip", "split"})
+_OF_DICTS = frozenset(dir(dict))
 
 
 def _quickened(compiled: Any, source: str) -> Any:
     """The same template, where looking something up in a message, a loop or a namespace goes without the sandbox's checks. These let
     all of it pass; they took half of the time of rendering."""
     environment = compiled.environment.overlay()
-    checked, undefined = environment.getattr, environment.undefined
+    checked, undefined, missing = environment.getattr, environment.undefined, object()
 
-    def look_up(value: Any, name: str) -> Any:
+    def look_up(value: object, name: str) -> Any:
         kind = type(value)
-        if kind is dict and not hasattr(dict, name):
-            found = cast("dict[str, Any]", value)
-            return found[name] if name in found else undefined(obj=value, name=name)
-        if (kind is str and name in _TEXT_METHODS) or (
-            kind in (LoopContext, Namespace) and not name.startswith("_") and hasattr(value, name)
-        ):
-            return getattr(value, name)
+        if kind is dict:
+            if name not in _OF_DICTS:
+                found = cast("dict[str, Any]", value).get(name, missing)
+                return undefined(obj=value, name=name) if found is missing else found
+        elif kind is str:
+            if name in _TEXT_METHODS:
+                return getattr(value, name)
+        elif (kind is LoopContext or issubclass(kind, Namespace)) and name[:1] != "_":
+            found = getattr(value, name, missing)
+            if found is not missing:
+                return found
         return checked(value, name)
 
     environment.getattr = look_up
