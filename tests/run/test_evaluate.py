@@ -17,7 +17,7 @@ from torch import Tensor
 import xtf
 from xtf import cli, models
 from xtf.data.documents import Documents
-from xtf.data.text import TOKENIZER_FILE, demo_tokenizer
+from xtf.data.text import demo_tokenizer
 from xtf.model import Model
 from xtf.run.evaluate import EvalOptions, run
 from xtf.run.scoring import Result, Scored, evaluate_documents, score_documents
@@ -173,14 +173,6 @@ def test_a_broken_model_is_told() -> None:
 
 
 # ---- the command ----
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("checkpoints") / "model"
-    model = models.preset("tiny-moe")
-    xtf.save_params(model, model.init(1), path, tokenizer_from=TOKENIZER_FILE.parent)
-    return path
 
 
 @pytest.fixture

@@ -15,17 +15,8 @@ import xtf
 from xtf import cli, models, tree
 from xtf.checkpoint import load_leaves
 from xtf.checkpoint.training import save_state
-from xtf.data.text import TOKENIZER_FILE
 from xtf.run import export
 from xtf.run.export import ExportOptions, leaf_by_leaf, parse_bytes, run
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("checkpoints") / "model"
-    model = models.preset("tiny-moe")
-    xtf.save_params(model, model.init(1), path, tokenizer_from=TOKENIZER_FILE.parent)
-    return path
 
 
 def params(path: Path, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:

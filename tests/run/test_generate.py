@@ -261,15 +261,6 @@ def test_nothing_is_drawn_after_a_stop_text() -> None:
 # ---- the command ----
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small model with the demo's tokenizer."""
-    path = tmp_path_factory.mktemp("checkpoints") / "model"
-    model = models.preset("tiny-moe")
-    xtf.save_params(model, model.init(1), path, tokenizer_from=TOKENIZER_FILE.parent)
-    return path
-
-
 def written(folder: Path, *args: Any, **options: Any) -> str:
     out = io.StringIO()
     run(GenerateOptions(folder, *args, **options), out=out)

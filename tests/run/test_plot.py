@@ -59,17 +59,17 @@ def test_a_run_has_three_pictures(tmp_path: Path, steps: int) -> None:
 
 
 def test_panels_are_those_that_the_run_has(tmp_path: Path) -> None:
-    heights = [
-        imread(path).shape[0]
-        for i, names in enumerate([("loss",), ("loss", "lr", "grad_norm"), ("loss", "lr", "grad_norm", "mfu")])
-        if (path := plot_training(make_run(tmp_path / str(i), 9, lambda step: dict.fromkeys(names, 1.0)))) is not None  # noqa: B023
-    ]
-    assert len(heights) == 2 and heights[1] > heights[0]
+    def height(names: tuple[str, ...]) -> int | None:
+        picture = plot_training(make_run(tmp_path / str(len(names)), 9, lambda step: dict.fromkeys(names, 1.0)))
+        return None if picture is None else imread(picture).shape[0]
+
+    none, two, three = (height(names) for names in (("loss",), ("loss", "lr", "grad_norm"), ("loss", "lr", "grad_norm", "mfu")))
+    assert none is None and two is not None and three is not None and three > two
     one_rank = make_run(tmp_path / "one rank", 9, lambda step: {"lr": 1.0, "grad_norm": 1.0, "padding": 0.0, "imbalance": 1.0})
     picture = plot_training(one_rank)
-    assert picture is not None and imread(picture).shape[0] == heights[0]  # nothing to see in those two
-    assert plot_experts(tmp_path / "0") is None
-    assert not (tmp_path / "0" / "training.png").exists()
+    assert picture is not None and imread(picture).shape[0] == two  # nothing to see in those two
+    assert plot_experts(tmp_path / "1") is None
+    assert not (tmp_path / "1" / "training.png").exists()
 
 
 def test_what_the_run_is_called_and_its_entropy_come_from_its_description(tmp_path: Path) -> None:

@@ -24,12 +24,12 @@ import torch
 from torch import Tensor
 
 from xtf import tree
-from xtf.checkpoint.folder import CONFIG, TOKENIZER, CheckpointError, leaf_specs, read_json
+from xtf.checkpoint.folder import CONFIG, CheckpointError, leaf_specs, read_json
 from xtf.checkpoint.kept import point_latest, remove_leftovers
 from xtf.checkpoint.shard_file import Block, Written, crc32_of, write_shard
 from xtf.checkpoint.together import together
 from xtf.checkpoint.training_index import PARAMS, STATE, Leaf, StateIndex, read_index, report
-from xtf.checkpoint.writing import DTYPES, config_json, tokenizer_files
+from xtf.checkpoint.writing import DTYPES, check_replaceable, config_json, tokenizer_files
 from xtf.checkpoint_map import Range
 from xtf.collectives import Axis
 from xtf.files import folder_atomically
@@ -100,7 +100,7 @@ def save_state(
             _check_extra(kept)
             if rank:
                 return own, ""
-            _check_target(target)
+            check_replaceable(target, "training checkpoint", STATE, lambda name: name.startswith("rank-"))
             tokenizer = tokenizer_files(tokenizer_from)
             remove_leftovers(target.parent, target.name)
             beside = stack.enter_context(folder_atomically(target))
@@ -313,19 +313,6 @@ def _check_extra(extra: Mapping[str, Any]) -> None:
         raise ValueError(f"extra cannot be written as JSON ({error}): give dicts of strings, lists, numbers, strings") from None
     if not same:
         raise ValueError(f"extra would be another after reading: {extra!r} is not made of dicts of strings, lists, numbers and strings")
-
-
-def _check_target(target: FilePath) -> None:
-    """Raise unless ``target`` is nothing, an empty folder, or a training checkpoint that holds nothing else."""
-    if not target.exists():
-        return
-    if not target.is_dir():
-        raise CheckpointError(f"{target} is a file, a training checkpoint is a folder: give another path")
-    names = {p.name for p in target.iterdir()}
-    other = sorted(n for n in names if n not in (STATE, CONFIG, *TOKENIZER) and not n.startswith("rank-"))
-    if other or (names and STATE not in names):
-        what = f"it also holds {other[:10]}" if other else f"it has no {STATE}"
-        raise CheckpointError(f"{target} will not be overwritten, since it is not only a training checkpoint ({what}): give another path")
 
 
 def _shard(rank: int) -> str:

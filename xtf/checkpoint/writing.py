@@ -137,7 +137,7 @@ def save_leaves(
 
 def check_target(path: str | os.PathLike[str], tokenizer_from: str | os.PathLike[str] | None) -> list[FilePath]:
     """Raise a `CheckpointError` if nothing may be written at ``path``. Returns the tokenizer's files to copy."""
-    _check_replaceable(FilePath(path))
+    check_replaceable(FilePath(path), "checkpoint", CONFIG, lambda name: name == INDEX or name.endswith(".safetensors"))
     return tokenizer_files(tokenizer_from)
 
 
@@ -216,17 +216,24 @@ def config_json(model: Described, specs: Mapping[Path, ParamSpec]) -> dict[str, 
     return config | {"dtype": str(elements.most_common(1)[0][0]).removeprefix("torch.")}
 
 
-def _check_replaceable(target: FilePath) -> None:
-    """Raise unless ``target`` is nothing, an empty folder, or a checkpoint that holds nothing else."""
+def check_replaceable(target: FilePath, what: str, needed: str, belongs: Callable[[str], bool]) -> None:
+    """Raise unless ``target`` is nothing, an empty folder, or a checkpoint that holds nothing else.
+
+    Args:
+        target: what would be replaced.
+        what: the kind of checkpoint, for the message.
+        needed: the file that makes a folder one.
+        belongs: whether a name is one of its other files; configuration and tokenizer always are.
+    """
     if not target.exists():
         return
     if not target.is_dir():
-        raise CheckpointError(f"{target} is a file, a checkpoint is a folder: give another path")
+        raise CheckpointError(f"{target} is a file, a {what} is a folder: give another path")
     names = {p.name for p in target.iterdir()}
-    other = sorted(n for n in names if n not in (CONFIG, INDEX, *TOKENIZER) and not n.endswith(".safetensors"))
-    if other or (names and CONFIG not in names):
-        what = f"it also holds {other[:10]}" if other else f"it has no {CONFIG}"
-        raise CheckpointError(f"{target} will not be overwritten, since it is not only a checkpoint ({what}): give another path")
+    other = sorted(n for n in names if n not in (needed, CONFIG, *TOKENIZER) and not belongs(n))
+    if other or (names and needed not in names):
+        found = f"it also holds {other[:10]}" if other else f"it has no {needed}"
+        raise CheckpointError(f"{target} will not be overwritten, since it is not only a {what} ({found}): give another path")
 
 
 def tokenizer_files(folder: str | os.PathLike[str] | None) -> list[FilePath]:

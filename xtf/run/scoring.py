@@ -64,10 +64,9 @@ class Result:
 
     def row(self) -> dict[str, float | int | None]:
         """The numbers by name, for JSON; what is not a number is ``None``."""
-        finite: Callable[[float], float | None] = lambda value: value if math.isfinite(value) else None  # noqa: E731
         return {
-            "loss": finite(self.loss),
-            "perplexity": finite(self.perplexity),
+            "loss": _finite(self.loss),
+            "perplexity": _finite(self.perplexity),
             "bits_per_byte": self.bits_per_byte,
             "tokens": self.tokens,
             "weight": self.weight,
@@ -221,3 +220,7 @@ def check_sizes(batch_tokens: int, seq: int | None, names: tuple[str, str]) -> N
         raise ValueError(f"{names[0]} is {batch_tokens}, expected at least 2: the first token of a document is never a target")
     if seq is not None and not 2 <= seq <= batch_tokens:
         raise ValueError(f"{names[1]} is {seq}, expected 2 to {names[0]}={batch_tokens}: a piece goes through the model as a whole")
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
