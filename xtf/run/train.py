@@ -200,7 +200,9 @@ class _Loop:
         seconds = time.perf_counter() - began
         lengths = self.opened.batches.lengths(index, self.ranks)
         costs = [self.flops.step_flops(part.tolist()) for part in lengths]
-        mfu = sum(costs) / seconds / (self.peak * self.mesh.size)
+        reached = sum(costs) / seconds / self.mesh.size
+        self.peak = max(self.peak, reached)  # on a machine that was busy when the run began, too little was measured
+        mfu = reached / self.peak
         memory = used_memory(self.step.device)
         self.progress.update(index + 1, loss=loss, tokens=tokens, mfu=mfu, memory=memory)
         rows = -(-self.recipe.data.rows // self.ranks) * self.ranks
