@@ -265,10 +265,10 @@ def published_peak(name: str, dtype: torch.dtype, *, tf32: bool = False) -> floa
 def _measured(device: torch.device, dtype: torch.dtype, threads: int) -> float:
     """The best rate of square products that grow as long as they are quick."""
     size, largest = _SIZES.get(device.type, _LARGE)
-    began = time.perf_counter()
     best = 0.0
     factor = torch.ones(size, size, dtype=dtype, device=device)
-    _seconds(factor)  # the first call also sets up the library
+    _seconds(factor)  # the first call also sets up the library, which may take longer than the measurement
+    began = time.perf_counter()
     while True:
         seconds = _seconds(factor)
         best = max(best, 2 * size**3 / seconds)
