@@ -1,105 +1,35 @@
 """A dropless mixture of experts (Shazeer et al. 2017; Gale et al. 2022, "MegaBlocks"), cut into a router and an experts stage.
 
-The router writes which experts each token goes to, so that nothing ever routes again. The experts stage is three functions, for
-layouts that come between them: `dispatch_order` sorts slots by expert, `expert_mlp` computes on sorted rows, `combine` brings the
-results back to their tokens.
+The router writes which experts each token goes to, so that nothing ever routes again; for the experts stage see `xtf.experts`.
 
-Dims: T tokens, H hidden size, E experts, k experts per token, S = T × k slots (slot t × k + j is token t's choice j), F the
-inner size of an expert.
+Dims: T tokens, H hidden size, E experts, k experts per token, F the inner size of an expert.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Bool, Float, Int, Int32, Int64
+from jaxtyping import Bool, Float, Int, Int32
 from torch import Tensor
 
 from xtf.checkpoint_map import Concat, Named, Stack
+from xtf.experts import ExpertFn, routed_experts
 from xtf.model import AuxLoss
 from xtf.models.common import DecoderConfig, Leaves, Part, rms_norm, silu_mul
 from xtf.ops import GroupedMM, Ops
 from xtf.stage import Params, Stage, StageFn, Values
 
 
-class Dispatch(NamedTuple):
-    """Slots sorted by expert.
+def expert_mlp(grouped_mm: GroupedMM) -> ExpertFn:
+    """The gated MLP of each expert: ``gate_up`` (E, 2F, H), the gate's rows before those of up, and ``down`` (E, H, F)."""
 
-    Args:
-        order: (S,) int64, the slot that stands at each sorted row.
-        tokens: (S,) int64, the token of each sorted row.
-        offsets: (E,) int32, the row at which each expert's rows end.
-    """
+    def compute(params: Params, rows: Float[Tensor, "rows H"], offsets: Int32[Tensor, " E"]) -> Float[Tensor, "rows H"]:
+        gate, up = grouped_mm(rows, params["gate_up"], offsets).chunk(2, -1)
+        return grouped_mm(silu_mul(gate, up), params["down"], offsets)
 
-    order: Int64[Tensor, " S"]
-    tokens: Int64[Tensor, " S"]
-    offsets: Int32[Tensor, " E"]
-
-
-def dispatch_order(indices: Int64[Tensor, "T k"], experts: int) -> Dispatch:
-    """Sort slots by expert; slots of one expert stay in the order of their tokens.
-
-    Args:
-        indices: (T, k) int64, the experts of each token.
-        experts: E.
-
-    Example:
-        >>> order = dispatch_order(torch.tensor([[2, 0], [0, 1]]), 3)
-        >>> order.tokens.tolist(), order.offsets.tolist()
-        ([0, 1, 1, 0], [2, 3, 4])
-    """
-    by_expert, order = indices.flatten().sort(stable=True)
-    every = torch.arange(experts, dtype=indices.dtype, device=indices.device)
-    offsets = torch.searchsorted(by_expert, every, right=True, out_int32=True)
-    return Dispatch(order, order // indices.shape[1], offsets)
-
-
-def expert_mlp(
-    params: Params, rows: Float[Tensor, "rows H"], offsets: Int32[Tensor, " E"], grouped_mm: GroupedMM
-) -> Float[Tensor, "rows H"]:
-    """The gated MLP of each expert on its rows.
-
-    Args:
-        params: ``gate_up`` (E, 2F, H), the gate's rows before those of up, and ``down`` (E, H, F).
-        rows: (rows, H), sorted by expert.
-        offsets: (E,) int32, the row at which each expert's rows end.
-        grouped_mm: the op.
-
-    Returns:
-        (rows, H).
-    """
-    gate, up = grouped_mm(rows, params["gate_up"], offsets).chunk(2, -1)
-    return grouped_mm(silu_mul(gate, up), params["down"], offsets)
-
-
-def gather_tokens(h: Float[Tensor, "T H"], order: Int64[Tensor, " S"], top_k: int) -> Float[Tensor, "S H"]:
-    """The token of each sorted row, ``h[order // top_k]``.
-
-    Written over slots, each of which is taken once: the backward then sums a token's gradients along a dim. As a gather of
-    tokens it would add several rows to one place, and code that does so on several threads gives other bits each time.
-    """
-    slots = h.unsqueeze(1).expand(-1, top_k, -1).reshape(-1, h.shape[1])
-    return slots.index_select(0, order)
-
-
-def combine(rows: Float[Tensor, "S H"], weights: Float[Tensor, "T k"], dispatch: Dispatch) -> Float[Tensor, "T H"]:
-    """Sum each token's results by its weights.
-
-    Args:
-        rows: (S, H), sorted by expert.
-        weights: (T, k), at least float32; the sum is made in this dtype.
-        dispatch: the order of ``rows``.
-
-    Returns:
-        (T, H), in the dtype of ``rows``.
-    """
-    slots = torch.arange(dispatch.order.shape[0], device=rows.device)
-    place = torch.empty_like(dispatch.order).scatter(0, dispatch.order, slots)  # the sorted row of each slot
-    by_token = rows.index_select(0, place).view(*weights.shape, rows.shape[1])
-    return (by_token.to(weights.dtype) * weights.unsqueeze(-1)).sum(1).to(rows.dtype)
+    return compute
 
 
 def router_fn(eps: float, top_k: int, normalize: bool) -> StageFn:
@@ -129,23 +59,6 @@ def router_fn(eps: float, top_k: int, normalize: bool) -> StageFn:
         counted = valid.to(wide)
         z = (logits.logsumexp(-1).square() * counted).sum()
         return h, scaled(weights), indices, counts, (probs * counted.unsqueeze(-1)).sum(0), z
-
-    return fn
-
-
-def experts_fn(experts: int, grouped_mm: GroupedMM) -> StageFn:
-    """The function of an experts stage: ``(params, x (T, H), h (T, H), weights (T, k), indices (T, k)) -> (x,)``."""
-
-    def fn(
-        params: Params,
-        x: Float[Tensor, "T H"],
-        h: Float[Tensor, "T H"],
-        weights: Float[Tensor, "T k"],
-        indices: Int64[Tensor, "T k"],
-    ) -> tuple[Float[Tensor, "T H"]]:
-        dispatch = dispatch_order(indices, experts)
-        rows = gather_tokens(h, dispatch.order, indices.shape[1])
-        return (x + combine(expert_mlp(params, rows, dispatch.offsets, grouped_mm), weights, dispatch),)
 
     return fn
 
@@ -192,16 +105,8 @@ def mixture(config: DecoderConfig, layer: int, leaves: Leaves, *, experts: int, 
             ("h", "router_weights", "router_indices", *statistics(layer)),
             ("valid",),
         )
-        computed = Stage(
-            f"layers.{layer}.experts",
-            "experts",
-            experts_fn(experts, ops.grouped_mm),
-            (key, "experts"),
-            {leaf: f"{path}.{leaf}" for leaf in ("gate_up", "down")},
-            ("x", "h", "router_weights", "router_indices"),
-            ("x",),
-        )
-        return router, computed
+        leaves_of = {leaf: f"{path}.{leaf}" for leaf in ("gate_up", "down")}
+        return router, routed_experts(f"layers.{layer}.experts", (key, "experts"), leaves_of, experts, expert_mlp(ops.grouped_mm))
 
     return Part("moe", specs, sources, stages)
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
 import xtf
-from xtf import models, tree
+from xtf import experts, models, tree
 from xtf.batch import normalizer
 from xtf.model import Model, run
 from xtf.models import moe
@@ -224,13 +224,13 @@ def test_embedding_backward_needs_no_parameters() -> None:
 
 def test_dispatch_and_combine_undo_each_other() -> None:
     indices = torch.tensor([[4, 1], [1, 0], [4, 0]])
-    order = moe.dispatch_order(indices, 5)
+    order = experts.dispatch_order(indices, 5)
     assert order.offsets.tolist() == [2, 4, 4, 4, 6] and order.offsets.dtype == torch.int32
     assert indices.flatten()[order.order].tolist() == [0, 0, 1, 1, 4, 4]
     assert order.tokens.tolist() == [1, 2, 0, 1, 0, 2]
     rows = torch.randn(3, 7, dtype=torch.float64)
     weights = torch.rand(3, 2, dtype=torch.float64)
-    near(moe.combine(rows[order.tokens], weights, order), rows * weights.sum(1, keepdim=True), 1e-15)
+    near(experts.combine(rows[order.tokens], weights, order), rows * weights.sum(1, keepdim=True), 1e-15)
 
 
 def test_experts_are_the_formula() -> None:
@@ -238,7 +238,8 @@ def test_experts_are_the_formula() -> None:
     params = {k.removeprefix("layers.0.moe."): v for k, v in tree.items(model.init(3)).items() if k.startswith("layers.0.moe.")}
     x = torch.randn(11, 12, dtype=torch.float64)
     h, weights, indices, *_ = moe.router_fn(1e-6, 2, True)(params, x, valid=torch.ones(11, dtype=torch.bool))
-    (got,) = moe.experts_fn(5, REFERENCE.grouped_mm)(params, x, h, weights, indices)
+    stage = experts.routed_experts("experts", "key", {}, 5, moe.expert_mlp(REFERENCE.grouped_mm))
+    (got,) = stage(params, (x, h, weights, indices), {})
     want = x.clone()
     for t in range(11):
         normed = rms_norm(x[t], params["norm"], 1e-6)
