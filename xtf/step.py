@@ -31,7 +31,7 @@ from xtf.stage import Lower, Pair, Program, Stage
 from xtf.state import State
 from xtf.step_loss import StepLoss
 from xtf.tree import Path, Tree
-from xtf.walk import walk
+from xtf.walk import Plan, walk
 
 _CPU = torch.device("cpu")
 
@@ -180,6 +180,11 @@ class TrainStep:
         return tuple(s.rule(s.fn, s.key, lower) if isinstance(s, Stage) else None for s in self.program)
 
     @cached_property
+    def plan(self) -> Plan:
+        """The program and its pairs."""
+        return Plan(self.program, self.pairs)
+
+    @cached_property
     def token_axis(self) -> Axis | None:
         """All axes of distinct tokens as one."""
         return join(*self.token_axes) if self.token_axes else None
@@ -292,7 +297,7 @@ class TrainStep:
     def evaluate(self, params: Tree, batch: Batch, *, record: Record | None = None) -> dict[str, Tensor]:
         """The metrics of a batch without training on it: ``loss``, ``cross_entropy``, ``tokens`` and the auxiliary loss's."""
         run = StepLoss(self, batch, record)
-        values = walk(self.program, self.pairs, self._local(params), run.micros, keep=run.keep, record=record).values
+        values = walk(run.plans, self._local(params), run.micros, keep=run.keep, record=record).values
         if self.model.aux_scope == "step":
             run.count(values)
         else:
@@ -303,9 +308,9 @@ class TrainStep:
     def _differentiate(self, params: Tree, batch: Batch, record: Record | None) -> tuple[dict[str, Tensor], Tree]:
         local, run = self._local(params), StepLoss(self, batch, record)
         if self.model.aux is not None and self.model.aux_scope == "step":
-            run.count(walk(self.program, self.pairs, local, run.micros, keep=run.keep, record=record).values)
+            run.count(walk(run.plans, local, run.micros, keep=run.keep, record=record).values)
         trained = frozenset(path for path, spec in self.specs.items() if spec.trainable)
-        outcome = walk(self.program, self.pairs, local, run.micros, keep=run.keep, seeds=run.seeds, trained=trained, record=record)
+        outcome = walk(run.plans, local, run.micros, keep=run.keep, seeds=run.seeds, trained=trained, record=record)
         grads = {path: outcome.grads.get(path, torch.zeros_like(leaf)) if path in trained else None for path, leaf in local.items()}
         return run.metrics(outcome.values), tree.from_items(self.model.specs, grads)
 

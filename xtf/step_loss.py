@@ -25,6 +25,7 @@ class StepLoss:
         if not batches:
             raise ValueError("the batch seam gave no micro-batch; a step needs at least one")
         self.micros = [step.model.pack(b) for b in batches]
+        self.plans = [step.plan] * len(self.micros)
         self.stats = statistics(step.program)
         self.keep = (*RESULTS, *self.stats)
         own = [(m["weights"].double().sum(), m["valid"].sum(), (m["weights"] != 0).sum()) for m in self.micros]
