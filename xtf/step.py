@@ -7,7 +7,7 @@ transfers) once, when it is first used, so that transforms may be composed in an
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -24,10 +24,11 @@ from xtf.model import Model
 from xtf.ops import Ops
 from xtf.ops.lowering import best
 from xtf.optim import Optimizer, apply_updates
+from xtf.overlap import Layout, overlapped
 from xtf.placement import Placed, Placement, cut, gather_transfer, place, reduce_transfer, uncut
 from xtf.record import Record
 from xtf.spec import ParamSpec
-from xtf.stage import Lower, Pair, Program, Stage
+from xtf.stage import Lower, Pair, Program, Rows, Stage
 from xtf.state import State
 from xtf.step_loss import StepLoss
 from xtf.tree import Path, Tree
@@ -90,6 +91,7 @@ class TrainStep:
         sharding: where leaves live (`xtf.transforms.shard`).
         precision: dtypes (`xtf.transforms.precision`).
         split: the batch seam.
+        parts: in how many parts the tokens of a micro-batch run where the program has exchanges (`xtf.overlap`).
         rewrites: the program seam: applied in order to the model's stages.
         declarations: applied to each stage of the finished program, to declare transfers on it.
         ops: the kernels; by default the best for the device of the parameters.
@@ -104,6 +106,7 @@ class TrainStep:
     sharding: Sharding = Sharding()
     precision: Precision = Precision()
     split: Split = lambda batch: (batch,)
+    parts: int = 1
     rewrites: tuple[Rewrite, ...] = ()
     declarations: tuple[Callable[[TrainStep, Stage], Stage], ...] = ()
     ops: Ops | None = None
@@ -176,13 +179,23 @@ class TrainStep:
     @cached_property
     def pairs(self) -> tuple[Pair | None, ...]:
         """Each stage as the walk runs it."""
-        lower = self.compilation.lower
+        lower: Lower = self.compilation.lower
+        if self.parts > 1:  # parts differ in length from batch to batch
+
+            def lower(fn: Callable[..., Any], key: Hashable) -> Callable[..., Any]:
+                return self.compilation.lower(fn, key if isinstance(key, Rows) else Rows(key))
+
         return tuple(s.rule(s.fn, s.key, lower) if isinstance(s, Stage) else None for s in self.program)
 
+    def plan(self, layout: Layout = (1,)) -> Plan:
+        """What the walk runs on a micro-batch: the program and its pairs, in the parts of ``layout`` (`xtf.overlap`)."""
+        if layout not in self._plans:
+            self._plans[layout] = Plan(*overlapped(self.program, self.pairs, layout))
+        return self._plans[layout]
+
     @cached_property
-    def plan(self) -> Plan:
-        """The program and its pairs."""
-        return Plan(self.program, self.pairs)
+    def _plans(self) -> dict[Layout, Plan]:
+        return {}
 
     @cached_property
     def token_axis(self) -> Axis | None:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from xtf.batch import Batch, normalizer
 from xtf.model import RESULTS, statistics
+from xtf.overlap import DOCUMENTS, cut_documents, near_ends, part_constants
 from xtf.record import Event, Record
 
 if TYPE_CHECKING:
@@ -25,15 +26,23 @@ class StepLoss:
         if not batches:
             raise ValueError("the batch seam gave no micro-batch; a step needs at least one")
         self.micros = [step.model.pack(b) for b in batches]
-        self.plans = [step.plan] * len(self.micros)
         self.stats = statistics(step.program)
         self.keep = (*RESULTS, *self.stats)
+        ends: list[list[int]] = [m[DOCUMENTS].tolist() for m in self.micros] if step.parts > 1 else []
+        near = torch.tensor([[end is not None for end in near_ends(e, step.parts)] for e in ends], dtype=torch.float64)
         own = [(m["weights"].double().sum(), m["valid"].sum(), (m["weights"] != 0).sum()) for m in self.micros]
-        totals = self.sum(torch.stack([torch.stack([v.double() for v in row]) for row in own]))
+        sums = torch.stack([torch.stack([v.double() for v in row]) for row in own])
+        totals = self.sum(torch.cat([sums, near.to(sums.device)], 1) if ends else sums)
         self.weights, self.tokens, self.supervised = totals[:, 0], totals[:, 1].long(), totals[:, 2].long()
         scale = normalizer(self.weights.sum())
         for micro in self.micros:
             micro["normalizer"] = scale
+        self.plans = [step.plan()] * len(self.micros)
+        if ends:
+            apart = (totals[:, 3:] == (step.token_axis.size if step.token_axis is not None else 1)).tolist()
+            cuts = [cut_documents(e, step.parts, may) for e, may in zip(ends, apart, strict=True)]
+            self.micros = [part_constants(micro, cut) for micro, cut in zip(self.micros, cuts, strict=True)]
+            self.plans = [step.plan(cut.layout) for cut in cuts]
         self.shares = self.weights * scale  # of each micro-batch in the loss
         self.aux: list[tuple[Tensor, dict[str, Tensor]]] = []
         self.counted: dict[str, Tensor] | None = None

@@ -25,7 +25,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from xtf.record import Act, Event, Record, What, handle_bytes, storage_bytes
+from xtf.record import Act, Event, Record, What, handle_bytes, handle_syncs, storage_bytes
 from xtf.stage import Exchange, Pair, Program, Stage, Transfer, is_differentiable
 from xtf.tree import Path
 
@@ -256,6 +256,8 @@ class _Walk:
     def _start(self, what: What, stage: str, transfer: Transfer, value: Any) -> Any:
         handle = transfer.start(value)
         self._log("start", what, stage, handle_bytes(handle), transfer.stream)
+        for _ in range(handle_syncs(handle)):
+            self._log("wait", "sync", stage)
         return handle
 
     def _wait(self, what: What, stage: str, transfer: Transfer, handle: Any) -> Any:
