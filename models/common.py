@@ -89,8 +89,13 @@ class DecoderConfig:
             raise ValueError(f"head_dim={self.head_dim} must be even: its halves are rotated together")
         for name in ("short_factor", "long_factor"):
             factors = getattr(self.rope, name)
-            if factors is not None and len(factors) != self.head_dim // 2:
-                raise ValueError(f"rope {name} has {len(factors)} numbers; head_dim={self.head_dim} needs {self.head_dim // 2}")
+            if factors is not None and len(factors) != self.rotary_dim // 2:
+                raise ValueError(f"rope {name} has {len(factors)} numbers; head_dim={self.head_dim} needs {self.rotary_dim // 2}")
+
+    @property
+    def rotary_dim(self) -> int:
+        """Dims of a head that are rotated; the rest of it stays as it is."""
+        return self.head_dim
 
 
 def check_count(config: Any, name: str, least: int) -> None:

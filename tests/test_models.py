@@ -19,7 +19,7 @@ import xtf
 from xtf import experts, models, tree
 from xtf.batch import normalizer
 from xtf.model import Model, run
-from xtf.models import moe
+from xtf.models import moe, routers
 from xtf.models.common import rms_norm
 from xtf.models.qwen3_moe import Config, qwen3_moe
 from xtf.ops.cpu import CPU
@@ -237,7 +237,7 @@ def test_experts_are_the_formula() -> None:
     model = small("qwen3_moe")
     params = {k.removeprefix("layers.0.moe."): v for k, v in tree.items(model.init(3)).items() if k.startswith("layers.0.moe.")}
     x = torch.randn(11, 12, dtype=torch.float64)
-    h, weights, indices, *_ = moe.router_fn(1e-6, 2, True)(params, x, valid=torch.ones(11, dtype=torch.bool))
+    h, weights, indices, *_ = routers.router_fn(routers.Router(5, 2), 1e-6)(params, x, valid=torch.ones(11, dtype=torch.bool))
     stage = experts.routed_experts("experts", "key", {}, 5, moe.expert_mlp(REFERENCE.grouped_mm))
     (got,) = stage(params, (x, h, weights, indices), {})
     want = x.clone()
@@ -252,21 +252,21 @@ def test_experts_are_the_formula() -> None:
 
 
 def test_router_statistics_count_valid_tokens_only() -> None:
-    fn = moe.router_fn(1e-6, 2, False)
+    fn = routers.router_fn(routers.Router(5, 2, normalize=False), 1e-6)
     g = torch.Generator().manual_seed(0)
     params = {"norm": torch.ones(4), "router": torch.randn(5, 4, generator=g)}
     x, valid = torch.randn(6, 4, generator=g), torch.tensor([True, False, True, True, False, True])
-    *_, counts, probs, z = fn(params, x, valid=valid)
-    *_, want_counts, want_probs, want_z = fn(params, x[valid], valid=torch.ones(4, dtype=torch.bool))
+    *_, counts, probs, z, entropy = fn(params, x, valid=valid)
+    *_, want_counts, want_probs, want_z, want_entropy = fn(params, x[valid], valid=torch.ones(4, dtype=torch.bool))
     assert counts.dtype == torch.int64 and counts.sum() == 8 and torch.equal(counts, want_counts)
-    torch.testing.assert_close((probs, z), (want_probs, want_z))
+    torch.testing.assert_close((probs, z, entropy), (want_probs, want_z, want_entropy))
     assert probs.sum().item() == pytest.approx(4)
 
 
 def test_router_is_in_float32_for_16_bit_models() -> None:
-    fn = moe.router_fn(1e-6, 2, True)
+    fn = routers.router_fn(routers.Router(5, 2), 1e-6)
     params = {"norm": torch.ones(4, dtype=torch.bfloat16), "router": torch.randn(5, 4).bfloat16()}
-    h, weights, indices, _, probs, z = fn(params, torch.randn(6, 4).bfloat16(), valid=torch.ones(6, dtype=torch.bool))
+    h, weights, indices, _, probs, z, _ = fn(params, torch.randn(6, 4).bfloat16(), valid=torch.ones(6, dtype=torch.bool))
     assert h.dtype == torch.bfloat16 and weights.dtype == probs.dtype == z.dtype == torch.float32 and indices.dtype == torch.int64
     torch.testing.assert_close(weights.sum(1), torch.ones(6))
 
