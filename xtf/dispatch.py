@@ -15,7 +15,7 @@ a token of this rank and a rank that has experts of it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -91,7 +91,7 @@ def deduplicated(axis: Axis, experts: int, label: str) -> Moves:
         mine = owner.unsqueeze(0) == ranks[:, None, None]  # (n, T, k)
         hits = mine.any(-1)
         counts = torch.stack([hits.sum(1), mine.sum((1, 2))], 1)
-        received, (send, receive, slots) = _exchange(axis, counts, label, lambda got: (counts[:, 0], got[:, 0], got[:, 1]))
+        received, (send, receive, slots) = _exchange(axis, counts, label, lambda sent, got: (sent[:, 0], got[:, 0], got[:, 1]))
         pair = (~hits).flatten().to(torch.uint8).argsort(stable=True)[: sum(send)]  # by rank, then by token
         token, rank = pair % max(tokens, 1), pair // max(tokens, 1)
         here = owner.index_select(0, token) == rank.unsqueeze(1)  # (P, k)
@@ -148,17 +148,20 @@ def all_to_all(axis: Axis, experts: int, label: str) -> Moves:
     bytes of counts. Lepikhin et al. 2020, "GShard", without its capacity.
     """
     n, (begin, end) = axis.size, part((0, experts), axis.size, axis.index)
-    sizes = [stop - start for start, stop in (part((0, experts), n, i) for i in range(n))]
+    starts, ends = zip(*(part((0, experts), n, i) for i in range(n)), strict=True)
+    sizes = [stop - start for start, stop in zip(starts, ends, strict=True)]
     most = max(sizes)
 
     def start(reads: tuple[Tensor, ...]) -> Any:
         h, weights, indices = reads
         tokens, k = indices.shape
         by_expert, way = indices.flatten().sort(stable=True)
-        ends = torch.searchsorted(by_expert, torch.arange(experts, device=indices.device), right=True)
-        per_expert = ends.diff(prepend=ends.new_zeros(1))
-        counts = torch.stack([torch.nn.functional.pad(c, (0, most - c.shape[0])) for c in per_expert.split(sizes)])
-        received, (send, receive) = _exchange(axis, counts, label, lambda got: (counts.sum(1), got.sum(1)))
+        until = torch.searchsorted(by_expert, torch.arange(experts, device=indices.device), right=True)
+        per_expert = until.diff(prepend=until.new_zeros(1))
+        counts = per_expert.new_zeros(n, most)
+        for i, first in enumerate(starts):
+            counts[i, : sizes[i]] = per_expert[first : first + sizes[i]]
+        received, (send, receive) = _exchange(axis, counts, label, lambda sent, got: (sent.sum(1), got.sum(1)))
         works = [
             axis.start_all_to_all(x, send, receive, label=label)
             for x in (h.index_select(0, way // max(k, 1)), weights.flatten().index_select(0, way))
@@ -219,7 +222,7 @@ def all_gather(axis: Axis, experts: int, label: str) -> Moves:
         ranks = torch.arange(n, device=indices.device)
         slots = (owner.unsqueeze(0) == ranks[:, None, None]).sum((1, 2))
         counts = torch.stack([torch.full_like(slots, indices.shape[0]), slots], 1)
-        received, (sizes, wanted) = _exchange(axis, counts, label, lambda got: (got[:, 0], got[:, 1]))
+        received, (sizes, wanted) = _exchange(axis, counts, label, lambda sent, got: (got[:, 0], got[:, 1]))
         works = [_gather(axis, x, sizes, label) for x in (h, weights, indices.to(torch.int32))]
         return works, received, (h.shape[1], indices.shape[1]), _ticket([*indices.shape, sum(wanted)], sizes, sizes)
 
@@ -274,19 +277,21 @@ def _owner(indices: Int64[Tensor, "T k"], starts: list[int]) -> Int64[Tensor, "T
     return torch.bucketize(indices, torch.tensor(starts[1:], device=indices.device, dtype=indices.dtype), right=True)
 
 
-def _exchange(axis: Axis, counts: Int64[Tensor, "n m"], label: str, wanted: Any) -> tuple[tuple[Tensor, Extra], list[list[int]]]:
-    """Exchange counts; the rows of ``wanted(received)`` come to the host together, in one synchronisation."""
+def _exchange(
+    axis: Axis, counts: Int64[Tensor, "n m"], label: str, wanted: Callable[[Tensor, Tensor], tuple[Tensor, ...]]
+) -> tuple[tuple[Tensor, Extra], list[list[int]]]:
+    """Exchange counts; ``wanted(sent, received)``, each (n,), comes to the host in one synchronisation."""
     received = axis.exchange_counts(counts, label=label)
-    on_host = torch.stack(wanted(received)).tolist()
-    return (received, Extra(bytes=counts.nbytes // axis.size * (axis.size - 1), syncs=1)), on_host
+    rows: Any = torch.stack(wanted(counts, received))
+    return (received, Extra(bytes=counts.nbytes // axis.size * (axis.size - 1), syncs=1)), rows.tolist()
 
 
 def _ticket(first: list[int], send: list[int], receive: list[int]) -> Int64[Tensor, " numbers"]:
     return torch.tensor([*first, *send, *receive])
 
 
-def _read(ticket: Int64[Tensor, " numbers"], n: int) -> tuple[list[int], list[int], list[int]]:
-    numbers = ticket.tolist()
+def _read(ticket: Any, n: int) -> tuple[list[int], list[int], list[int]]:
+    numbers: list[int] = ticket.tolist()
     return numbers[: -2 * n], numbers[-2 * n : -n], numbers[-n:]
 
 

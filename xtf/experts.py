@@ -156,7 +156,10 @@ def arrived_experts(compute: ExpertFn) -> PairRule:
         offsets: Int32[Tensor, " E"],
         dout: Float[Tensor, "N H"],
     ) -> Any:
-        pullback: Any = torch.func.vjp(lambda p, r, w: weighted(p, r, w, offsets), dict(params), rows, weights)[1]
+        def of(params: Params, rows: Tensor, weights: Tensor) -> Tensor:
+            return weighted(params, rows, weights, offsets)
+
+        pullback: Any = torch.func.vjp(of, dict(params), rows, weights)[1]
         return pullback(dout)
 
     def rule(fn: StageFn, key: Hashable, lower: Lower) -> Pair:

@@ -15,7 +15,7 @@ Dims: T tokens of a micro-batch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from xtf.batch import PER_DOCUMENT
 from xtf.stage import Exchange, Pair, Params, Program, Stage, Values
 
 Layout = tuple[int, ...]
@@ -93,7 +94,8 @@ def cut_documents(ends: Sequence[int], parts: int, apart: Sequence[bool]) -> Cut
 def part_constants(consts: Mapping[str, Any], cut: Cut) -> dict[str, Any]:
     """The constants of a micro-batch with those of its parts added: ``name#i`` of part i, ``name#i+j`` of a group.
 
-    Tensors whose first dim is T are cut; `DOCUMENTS` becomes that of the documents inside; the rest stays as it is.
+    Tensors whose first dim is T are cut, but for those of `xtf.batch.PER_DOCUMENT`; `DOCUMENTS` becomes that of the documents
+    inside; the rest stays as it is.
     """
     bounds, total, found = cut.bounds, cut.bounds[-1], dict(consts)
     found[_SIZES] = tuple(b - a for a, b in pairwise(bounds))
@@ -101,7 +103,7 @@ def part_constants(consts: Mapping[str, Any], cut: Cut) -> dict[str, Any]:
     for first, last in {*_groups(cut.layout), *((i, i) for i in range(len(bounds) - 1))}:
         start, stop, suffix = bounds[first], bounds[last + 1], _suffix(first, last)
         for name, value in consts.items():
-            per_token = isinstance(value, Tensor) and value.shape[:1] == (total,)
+            per_token = name not in PER_DOCUMENT and isinstance(value, Tensor) and value.shape[:1] == (total,)
             found[name + suffix] = value[start:stop] if per_token else value
         inside = [0, *(end - start for end in ends if start < end < stop), stop - start]
         found[DOCUMENTS + suffix] = torch.tensor(inside, dtype=torch.int32, device=consts[DOCUMENTS].device)
@@ -232,12 +234,17 @@ def _renamed(pair: Pair, names: Mapping[str, str]) -> Pair:
     def own(consts: Mapping[str, Any]) -> dict[str, Any]:
         return {names[name]: value for name, value in consts.items()}
 
-    evaluate = pair.evaluate
-    return pair._replace(
-        forward=lambda params, reads, consts: pair.forward(params, reads, own(consts)),
-        backward=lambda params, residual, dwrites, consts: pair.backward(params, residual, dwrites, own(consts)),
-        evaluate=None if evaluate is None else lambda params, reads, consts: evaluate(params, reads, own(consts)),
-    )
+    def forward(params: Params, reads: Values, consts: Mapping[str, Any]) -> tuple[Values, Any]:
+        return pair.forward(params, reads, own(consts))
+
+    def backward(params: Params, residual: Any, dwrites: tuple[Tensor | None, ...], consts: Mapping[str, Any]) -> Any:
+        return pair.backward(params, residual, dwrites, own(consts))
+
+    def evaluate(params: Params, reads: Values, consts: Mapping[str, Any]) -> Values:
+        assert pair.evaluate is not None
+        return pair.evaluate(params, reads, own(consts))
+
+    return pair._replace(forward=forward, backward=backward, evaluate=None if pair.evaluate is None else evaluate)
 
 
 def _grouped(pair: Pair, parts: int) -> Pair:
@@ -248,7 +255,7 @@ def _grouped(pair: Pair, parts: int) -> Pair:
         return tuple(None if any(v is None for v in run) else torch.cat([v for v in run if v is not None]) for run in runs)
 
     def apart(values: tuple[Tensor | None, ...], sizes: list[int]) -> tuple[Tensor | None, ...]:
-        return tuple(piece for v in values for piece in ([None] * parts if v is None else v.split(sizes)))
+        return tuple(piece for v in values for piece in ([None] * parts if v is None else _cut(v, sizes)))
 
     def whole(reads: Values) -> tuple[Values, list[int]]:
         return tuple(v for v in joined(reads) if v is not None), [v.shape[0] for v in reads[:parts]]
@@ -271,48 +278,56 @@ def _grouped(pair: Pair, parts: int) -> Pair:
     return pair._replace(forward=forward, backward=backward, evaluate=None if pair.evaluate is None else evaluate)
 
 
-def _plain(name: str, kind: str, reads: tuple[str, ...], writes: tuple[str, ...], consts: tuple[str, ...], fn: Any, back: Any) -> Any:
-    """A stage without parameters that keeps nothing but the number of what it read; ``back`` takes its cotangents."""
-    stage = Stage(name, kind, lambda params, *values, **consts: fn(values, consts), name, {}, reads, writes, consts)
+def _cut(value: Tensor, sizes: Sequence[int]) -> tuple[Tensor, ...]:
+    return torch.split(value, list(sizes))
+
+
+def _plain(
+    name: str, kind: str, reads: tuple[str, ...], writes: tuple[str, ...], fn: Callable[..., Any], back: Callable[..., Any]
+) -> tuple[Stage, Pair]:
+    """A stage without parameters that keeps nothing: ``fn(values, sizes of the parts)``, and ``back(cotangents, sizes)``."""
+
+    def whole(params: Params, *values: Tensor, **consts: Any) -> Values:
+        return fn(values, consts[_SIZES])
 
     def forward(params: Params, values: Values, consts: Mapping[str, Any]) -> tuple[Values, None]:
-        return fn(values, consts), None
+        return fn(values, consts[_SIZES]), None
 
     def backward(params: Params, residual: Any, dwrites: tuple[Tensor | None, ...], consts: Mapping[str, Any]) -> Any:
-        return {}, back(dwrites, consts)
+        return {}, back(dwrites, consts[_SIZES])
 
-    return stage, Pair(forward, backward, needs_params=False)
+    return Stage(name, kind, whole, name, {}, reads, writes, (_SIZES,)), Pair(forward, backward, needs_params=False)
 
 
 def _split(name: str, parts: int) -> tuple[Stage, Pair]:
-    def fn(values: Values, consts: Mapping[str, Any]) -> Values:
-        return values[0].split(consts[_SIZES])
+    def fn(values: Values, sizes: Sequence[int]) -> Values:
+        return _cut(values[0], sizes)
 
-    def back(dwrites: tuple[Tensor | None, ...], consts: Mapping[str, Any]) -> tuple[Tensor | None, ...]:
+    def back(dwrites: tuple[Tensor | None, ...], sizes: Sequence[int]) -> tuple[Tensor | None, ...]:
         given = [d for d in dwrites if d is not None]
         return (torch.cat(given) if given else None,)
 
-    return _plain(f"split.{name}", "split", (name,), tuple(f"{name}#{i}" for i in range(parts)), (_SIZES,), fn, back)
+    return _plain(f"split.{name}", "split", (name,), tuple(f"{name}#{i}" for i in range(parts)), fn, back)
 
 
 def _join(name: str, parts: int) -> tuple[Stage, Pair]:
-    def fn(values: Values, consts: Mapping[str, Any]) -> Values:
+    def fn(values: Values, sizes: Sequence[int]) -> Values:
         return (torch.cat(values),)
 
-    def back(dwrites: tuple[Tensor | None, ...], consts: Mapping[str, Any]) -> tuple[Tensor | None, ...]:
+    def back(dwrites: tuple[Tensor | None, ...], sizes: Sequence[int]) -> tuple[Tensor | None, ...]:
         (d,) = dwrites
-        return (None,) * parts if d is None else d.split(consts[_SIZES])
+        return (None,) * parts if d is None else _cut(d, sizes)
 
-    return _plain(f"join.{name}", "join", tuple(f"{name}#{i}" for i in range(parts)), (name,), (_SIZES,), fn, back)
+    return _plain(f"join.{name}", "join", tuple(f"{name}#{i}" for i in range(parts)), (name,), fn, back)
 
 
 def _sum(names: Sequence[str], parts: int) -> tuple[Stage, Pair]:
     """What sums over tokens, summed over parts."""
 
-    def fn(values: Values, consts: Mapping[str, Any]) -> Values:
+    def fn(values: Values, sizes: Sequence[int]) -> Values:
         return tuple(torch.stack(values[i : i + parts]).sum(0) for i in range(0, len(values), parts))
 
-    def back(dwrites: tuple[Tensor | None, ...], consts: Mapping[str, Any]) -> tuple[Tensor | None, ...]:
+    def back(dwrites: tuple[Tensor | None, ...], sizes: Sequence[int]) -> tuple[Tensor | None, ...]:
         return tuple(d for d in dwrites for _ in range(parts))
 
-    return _plain("sum.parts", "sum", tuple(f"{name}#{i}" for name in names for i in range(parts)), tuple(names), (), fn, back)
+    return _plain("sum.parts", "sum", tuple(f"{name}#{i}" for name in names for i in range(parts)), tuple(names), fn, back)

@@ -102,7 +102,9 @@ class Timeline:
         return idle
 
     def __str__(self) -> str:
-        rows = [f"{p.start:10.3f} to {p.end:10.3f}  {p.slot.stream:8} {p.slot.direction:9} {p.slot.stage} {p.slot.part}" for p in self.played]
+        rows = [
+            f"{p.start:10.3f} to {p.end:10.3f}  {p.slot.stream:8} {p.slot.direction:9} {p.slot.stage} {p.slot.part}" for p in self.played
+        ]
         hidden = max(0.0, 1 - self.exposed / self.communication) if self.communication else 1.0
         told = f"{self.communication:.3f} of communication, {self.exposed:.3f} exposed ({hidden:.0%} hidden)"
         return "\n".join([*(row.rstrip() for row in rows), f"span {self.span:.3f}: {self.busy('compute'):.3f} of compute, {told}"])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -39,13 +39,17 @@ class StepLoss:
             micro["normalizer"] = scale
         self.plans = [step.plan()] * len(self.micros)
         if ends:
-            apart = (totals[:, 3:] == (step.token_axis.size if step.token_axis is not None else 1)).tolist()
+            ranks = step.token_axis.size if step.token_axis is not None else 1
+            agreed: Any = totals[:, 3:] == ranks
+            apart: list[list[bool]] = agreed.tolist()
             cuts = [cut_documents(e, step.parts, may) for e, may in zip(ends, apart, strict=True)]
             self.micros = [part_constants(micro, cut) for micro, cut in zip(self.micros, cuts, strict=True)]
             self.plans = [step.plan(cut.layout) for cut in cuts]
         self.shares = self.weights * scale  # of each micro-batch in the loss
         self.aux: list[tuple[Tensor, dict[str, Tensor]]] = []
         self.counted: dict[str, Tensor] | None = None
+        self.totals: dict[str, Tensor] = {}  # of integer statistics, over all ranks and the micro-batches so far
+        self.uncounted: list[Mapping[str, Tensor]] = []  # statistics of micro-batches that are not in them
 
     def sum(self, value: Tensor) -> Tensor:
         """A small tensor summed over all ranks that hold tokens."""
@@ -62,12 +66,23 @@ class StepLoss:
         parts = [values[name] for name in self.stats]
         flat = self.sum(torch.cat([p.detach().reshape(-1).double() for p in parts]))
         pieces = torch.split(flat, [p.numel() for p in parts])
-        return {n: piece.view(p.shape).to(p.dtype) for n, p, piece in zip(self.stats, parts, pieces, strict=True)}
+        found = {n: piece.view(p.shape).to(p.dtype) for n, p, piece in zip(self.stats, parts, pieces, strict=True)}
+        integers = {name: value for name, value in found.items() if not value.is_floating_point()}
+        self.totals |= {name: value + self.totals.get(name, 0) for name, value in integers.items()}
+        return found
+
+    def counts(self) -> dict[str, Tensor]:
+        """Integer statistics summed over all ranks and micro-batches of the step that was walked."""
+        if self.uncounted:
+            self._global({name: torch.stack([values[name] for values in self.uncounted]).sum(0) for name in self.stats})
+            self.uncounted.clear()
+        return self.totals
 
     def seeds(self, micro: int, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Cotangents: one for the loss (its scale is in the constants), and those of the auxiliary loss for the statistics."""
         seeds = {"loss": torch.ones_like(values["loss"])}
         if self.step.model.aux is None or not self.stats:
+            self.uncounted.append(values)
             return seeds
         if self.counted is None:
             grads = self._differentiate_aux(self._global(values), self.tokens[micro], self.shares[micro])
