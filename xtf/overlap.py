@@ -104,7 +104,7 @@ def part_constants(consts: Mapping[str, Any], cut: Cut) -> dict[str, Any]:
         start, stop, suffix = bounds[first], bounds[last + 1], _suffix(first, last)
         for name, value in consts.items():
             per_token = name not in PER_DOCUMENT and isinstance(value, Tensor) and value.shape[:1] == (total,)
-            found[name + suffix] = value[start:stop] if per_token else value
+            found[name + suffix] = value[start:stop].clone() if per_token else value  # a copy: see _cut
         inside = [0, *(end - start for end in ends if start < end < stop), stop - start]
         found[DOCUMENTS + suffix] = torch.tensor(inside, dtype=torch.int32, device=consts[DOCUMENTS].device)
     return found
@@ -279,7 +279,8 @@ def _grouped(pair: Pair, parts: int) -> Pair:
 
 
 def _cut(value: Tensor, sizes: Sequence[int]) -> tuple[Tensor, ...]:
-    return torch.split(value, list(sizes))
+    """The parts of a value, as copies: compiled code is made for where in memory a view begins, and whole values can be freed."""
+    return tuple(part.clone() for part in torch.split(value, list(sizes)))
 
 
 def _plain(

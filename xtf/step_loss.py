@@ -109,7 +109,7 @@ class StepLoss:
         with torch.enable_grad():
             grads, (value, metrics) = torch.func.grad_and_value(loss, has_aux=True)(floats)
         self.aux.append((value.detach(), {name: m.detach() * share.to(m.dtype) for name, m in metrics.items()}))
-        return grads
+        return {name: grad.clone() for name, grad in grads.items()}  # they may be views, and compiled code is made for where one begins
 
     def metrics(self, values: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
         """Global metrics of the run; those of the auxiliary loss are averaged over micro-batches by their share in the loss."""

@@ -2,7 +2,8 @@
 
 Each op is a custom op with only a fake kernel, forward and backward, inside an ``autograd.Function`` with ``setup_context``:
 that form runs eager, under ``torch.func`` and under ``torch.compile(fullgraph=True)``, and what ``cu_seqlens`` or ``offsets``
-hold never causes a recompilation, since only the kernels read them.
+hold never causes a recompilation, since only the kernels read them. The function is applied to views: Dynamo forgets that the
+arguments of a function under ``torch.func.vjp`` are differentiated and would leave our backward out (pytorch issue 193279).
 
 Attention uses torch's flash kernel for CPUs (Dao 2023, "FlashAttention-2") for each run of neighbouring documents of equal
 length. That kernel knows neither windows nor value heads of another size than the keys'; those take query blocks of `_BLOCK`
@@ -52,7 +53,7 @@ def attention(
         ValueError: for shapes that do not fit each other.
     """
     check_attention(q, k, v, window)
-    return _Attention.apply(q, k, v, cu_seqlens, scale, window)[0]
+    return _Attention.apply(q.view_as(q), k.view_as(k), v.view_as(v), cu_seqlens, scale, window)[0]
 
 
 CPU = Ops("cpu", attention, grouped_mm)

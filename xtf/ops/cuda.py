@@ -38,7 +38,7 @@ def attention(
     reference.check_attention(q, k, v, window)
     if q.dtype not in (torch.bfloat16, torch.float16) or q.shape[2] != v.shape[2]:
         return reference.attention(q, k, v, cu_seqlens, scale=scale, window=window)
-    return _Attention.apply(q, k, v, cu_seqlens, scale, window)[0]
+    return _Attention.apply(q.view_as(q), k.view_as(k), v.view_as(v), cu_seqlens, scale, window)[0]  # views: see xtf.ops.cpu
 
 
 def grouped_mm(x: Float[Tensor, "rows K"], w: Float[Tensor, "groups N K"], offsets: Int32[Tensor, " groups"]) -> Float[Tensor, "rows N"]:
@@ -46,7 +46,7 @@ def grouped_mm(x: Float[Tensor, "rows K"], w: Float[Tensor, "groups N K"], offse
     reference.check_grouped_mm(x, w, offsets)
     if x.dtype is not torch.bfloat16:
         return reference.grouped_mm(x, w, offsets)
-    return _GroupedMM.apply(x, w, offsets)
+    return _GroupedMM.apply(x.view_as(x), w.view_as(w), offsets)  # views: see xtf.ops.cpu
 
 
 CUDA = Ops("cuda", attention, grouped_mm)
