@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int, Int32, Int64
 from torch import Tensor
 
-from xtf.checkpoint_map import Concat, Named, Stack
+from xtf.checkpoint_map import Concat, Either, Named, Source, Stack
 from xtf.model import AuxLoss
 from xtf.models.common import DecoderConfig, Leaves, Part, rms_norm, silu_mul
 from xtf.ops import GroupedMM, Ops
@@ -169,15 +169,10 @@ def mixture(config: DecoderConfig, layer: int, leaves: Leaves, *, experts: int, 
     }
     prefix = f"model.layers.{layer}"
 
-    def each(*names: str) -> Stack:
-        parts = [[Named(f"{prefix}.mlp.experts.{e}.{name}.weight") for name in names] for e in range(experts)]
-        return Stack(tuple(part[0] if len(part) == 1 else Concat(tuple(part)) for part in parts))
-
     sources = {
         "norm": Named(f"{prefix}.post_attention_layernorm.weight"),
         "router": Named(f"{prefix}.mlp.gate.weight"),
-        "gate_up": each("gate_proj", "up_proj"),
-        "down": each("down_proj"),
+        **expert_sources(f"{prefix}.mlp.experts", experts),
     }
 
     def stages(ops: Ops, key: Hashable) -> tuple[Stage, ...]:
@@ -204,6 +199,26 @@ def mixture(config: DecoderConfig, layer: int, leaves: Leaves, *, experts: int, 
         return router, computed
 
     return Part("moe", specs, sources, stages)
+
+
+def expert_sources(prefix: str, experts: int, names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")) -> dict[str, Source]:
+    """Where ``gate_up`` and ``down`` are found: one tensor for each expert's projection, as is written, or as transformers holds
+    them in memory, fused: ``gate_up_proj`` (E, 2F, H) and ``down_proj`` (E, H, F).
+
+    Args:
+        prefix: the checkpoint's name of the experts, as ``"model.layers.0.mlp.experts"``.
+        experts: E.
+        names: what gate, up and down of one expert are called.
+    """
+    gate, up, down = ([Named(f"{prefix}.{e}.{name}.weight") for e in range(experts)] for name in names)
+    return {
+        "gate_up": Either((Stack(tuple(map(_both, gate, up))), Named(f"{prefix}.gate_up_proj"))),
+        "down": Either((Stack(tuple(down)), Named(f"{prefix}.down_proj"))),
+    }
+
+
+def _both(gate: Source, up: Source) -> Source:
+    return Concat((gate, up))
 
 
 def statistics(layer: int) -> tuple[str, str, str]:
