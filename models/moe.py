@@ -8,6 +8,7 @@ Dims: T tokens, H hidden size, E experts, k experts per token, F the inner size 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +18,7 @@ from torch import Tensor
 from xtf.checkpoint_map import Concat, Named, Stack
 from xtf.experts import ExpertFn, routed_experts
 from xtf.model import AuxLoss
+from xtf.models import hf
 from xtf.models.common import DecoderConfig, Leaves, Part, rms_norm, silu_mul
 from xtf.ops import GroupedMM, Ops
 from xtf.stage import Params, Stage, StageFn, Values
@@ -63,7 +65,34 @@ def router_fn(eps: float, top_k: int, normalize: bool) -> StageFn:
     return fn
 
 
-def mixture(config: DecoderConfig, layer: int, leaves: Leaves, *, experts: int, top_k: int, inner: int, normalize: bool) -> Part:
+class MixtureNames(NamedTuple):
+    """What a checkpoint calls the parts of a mixture.
+
+    Args:
+        block: the module of router and experts in a layer.
+        gate, up, down: the matrices of an expert.
+    """
+
+    block: str = "mlp"
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+
+
+_NAMES = MixtureNames()
+
+
+def mixture(
+    config: DecoderConfig,
+    layer: int,
+    leaves: Leaves,
+    *,
+    experts: int,
+    top_k: int,
+    inner: int,
+    normalize: bool,
+    names: MixtureNames = _NAMES,
+) -> Part:
     """Norm, router, experts and residual.
 
     Args:
@@ -72,6 +101,7 @@ def mixture(config: DecoderConfig, layer: int, leaves: Leaves, *, experts: int, 
         leaves: makes the specs.
         experts: E. ``top_k``: k. ``inner``: F.
         normalize: whether the weights of a token sum to one.
+        names: those of the checkpoint.
     """
     hidden = config.hidden_size
     specs = {
@@ -82,15 +112,15 @@ def mixture(config: DecoderConfig, layer: int, leaves: Leaves, *, experts: int, 
     }
     prefix = f"model.layers.{layer}"
 
-    def each(*names: str) -> Stack:
-        parts = [[Named(f"{prefix}.mlp.experts.{e}.{name}.weight") for name in names] for e in range(experts)]
+    def each(*matrices: str) -> Stack:
+        parts = [[Named(f"{prefix}.{names.block}.experts.{e}.{name}.weight") for name in matrices] for e in range(experts)]
         return Stack(tuple(part[0] if len(part) == 1 else Concat(tuple(part)) for part in parts))
 
     sources = {
         "norm": Named(f"{prefix}.post_attention_layernorm.weight"),
-        "router": Named(f"{prefix}.mlp.gate.weight"),
-        "gate_up": each("gate_proj", "up_proj"),
-        "down": each("down_proj"),
+        "router": Named(f"{prefix}.{names.block}.gate.weight"),
+        "gate_up": each(names.gate, names.up),
+        "down": each(names.down),
     }
 
     def stages(ops: Ops, key: Hashable) -> tuple[Stage, ...]:
@@ -109,6 +139,25 @@ def mixture(config: DecoderConfig, layer: int, leaves: Leaves, *, experts: int, 
         return router, routed_experts(f"layers.{layer}.experts", (key, "experts"), leaves_of, experts, expert_mlp(ops.grouped_mm))
 
     return Part("moe", specs, sources, stages)
+
+
+def check_experts(name: str, experts: int, top_k: int, coefficient: float) -> None:
+    """Refuse the fields of a config that do not describe a router; ``name`` is that of ``experts``."""
+    hf.check_integer(name, experts, 1)
+    hf.check_integer("num_experts_per_tok", top_k, 1)
+    if top_k > experts:
+        raise ValueError(f"num_experts_per_tok={top_k} is more than {name}={experts}")
+    hf.check_number("router_aux_loss_coef", coefficient)
+    if not coefficient >= 0:
+        raise ValueError(f"router_aux_loss_coef={coefficient!r}; expected a number of at least 0")
+
+
+def check_options(family: str, aux: str, router_z_loss: float) -> None:
+    """Refuse options of a family with routers that `router_loss` has no meaning for."""
+    if aux not in ("microbatch", "step", "pooled"):
+        raise ValueError(f"{family} got aux={aux!r}; expected 'microbatch', 'step' or 'pooled'")
+    if not router_z_loss >= 0:
+        raise ValueError(f"{family} got router_z_loss={router_z_loss!r}; expected a number of at least 0")
 
 
 def statistics(layer: int) -> tuple[str, str, str]:

@@ -42,6 +42,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "norm_topk_prob": True,
         "router_aux_loss_coef": 0.1,
     },
+    "mixtral": DENSE | {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.1},
 }
 FAMILIES = list(CONFIGS)
 
@@ -144,6 +145,7 @@ def test_layers_of_equal_shape_share_a_key(name: str) -> None:
         "qwen2": [1, 1, 1, 1, 1, 2],  # one layer has a window
         "qwen3": [1, 1, 1, 2, 2],
         "qwen3_moe": [1, 1, 1, 1, 2, 2, 3],
+        "mixtral": [1, 1, 1, 2, 2, 2],
     }
     assert shared == expected[name]
     others = {stage.key for ops in (REFERENCE,) for stage in small(name).build(ops)}
@@ -339,6 +341,8 @@ def test_counts_of_published_models() -> None:
     assert total == 30_532_122_624 and round(active / 1e9, 1) == 3.4
     total, active = models.preset("qwen3-235b-a22b").param_count()
     assert total == 235_093_634_560 and round(active / 1e9) == 22
+    total, active = models.preset("mixtral-8x7b").param_count()
+    assert total == 46_702_792_704 and round(active / 1e9, 1) == 12.9
 
 
 @pytest.mark.parametrize("name", models.PRESETS)
@@ -396,6 +400,11 @@ def test_initial_values() -> None:
         ("qwen3_moe", {"num_experts_per_tok": 9}, "more than num_experts=5"),
         ("qwen3_moe", {"shared_expert_intermediate_size": 8}, "shared_expert_intermediate_size=8"),
         ("qwen3_moe", {"mlp_only_layers": [3]}, r"mlp_only_layers has \[3\]"),
+        ("mixtral", {"num_experts_per_tok": 5}, "num_experts_per_tok=5 is more than num_local_experts=4"),
+        ("mixtral", {"num_local_experts": 0}, "num_local_experts=0"),
+        ("mixtral", {"sliding_window": 0}, "sliding_window=0"),
+        ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise=0.1"),
+        ("mixtral", {"attention_bias": True}, "does not know the config field attention_bias=True"),
         ("qwen3_moe", {"moe_intermediate_size": None}, "needs the config field 'moe_intermediate_size'"),
     ],
 )
@@ -410,7 +419,7 @@ def test_bookkeeping_is_passed_over() -> None:
 
 
 def test_unknown_names_list_known_ones() -> None:
-    with pytest.raises(ValueError, match="'mamba' is not supported; known are llama, qwen2, qwen3, qwen3_moe"):
+    with pytest.raises(ValueError, match="'mamba' is not supported; known are llama, mixtral, qwen2, qwen3, qwen3_moe"):
         models.from_hf({"model_type": "mamba"})
     with pytest.raises(ValueError, match=r"no preset 'qwen3-30b'; did you mean .*qwen3-30b-a3b or .*\?"):
         models.preset("qwen3-30b")
