@@ -18,13 +18,15 @@ from xtf.checkpoint.folder import CheckpointError, read_config, read_json
 from xtf.model import Model
 from xtf.models.llama import Config as LlamaConfig
 from xtf.models.llama import llama
+from xtf.models.mixtral import Config as MixtralConfig
+from xtf.models.mixtral import mixtral
 from xtf.models.presets import PRESETS
 from xtf.models.qwen3 import Config as Qwen3Config
 from xtf.models.qwen3 import qwen3
 from xtf.models.qwen3_moe import Config as Qwen3MoeConfig
 from xtf.models.qwen3_moe import qwen3_moe
 
-__all__ = ["FAMILIES", "PRESETS", "Family", "from_hf", "llama", "preset", "qwen3", "qwen3_moe"]
+__all__ = ["FAMILIES", "PRESETS", "Family", "from_hf", "llama", "mixtral", "preset", "qwen3", "qwen3_moe"]
 
 
 class Family(NamedTuple):
@@ -36,6 +38,7 @@ class Family(NamedTuple):
 
 FAMILIES: Mapping[str, Family] = {
     "llama": Family(LlamaConfig, llama),
+    "mixtral": Family(MixtralConfig, mixtral),
     "qwen2": Family(LlamaConfig, llama),
     "qwen3": Family(Qwen3Config, qwen3),
     "qwen3_moe": Family(Qwen3MoeConfig, qwen3_moe),

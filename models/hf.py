@@ -45,6 +45,7 @@ _ONLY: dict[str, Any] = {
     "hidden_act": "silu",
     "attention_dropout": 0,
     "rope_interleaved": False,
+    "router_jitter_noise": 0,
     "use_mrope": False,
     "is_decoder": False,
     "is_encoder_decoder": False,

@@ -1,11 +1,8 @@
 """A dropless mixture of experts (Shazeer et al. 2017; Gale et al. 2022, "MegaBlocks"), cut into a router and an experts stage.
 
-The router writes which experts each token goes to, so that nothing ever routes again. The experts stage is three functions, for
-layouts that come between them: `dispatch_order` sorts slots by expert, `expert_mlp` computes on sorted rows, `combine` brings the
-results back to their tokens.
+The router writes which experts each token goes to, so that nothing ever routes again; for the experts stage see `xtf.experts`.
 
-Dims: T tokens, H hidden size, E experts, k experts per token, S = T × k slots (slot t × k + j is token t's choice j), F the
-inner size of an expert.
+Dims: T tokens, H hidden size, E experts, k experts per token, F the inner size of an expert.
 """
 
 from __future__ import annotations
@@ -15,91 +12,26 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Bool, Float, Int, Int32, Int64
+from jaxtyping import Bool, Float, Int, Int32
 from torch import Tensor
 
 from xtf.checkpoint_map import Concat, Either, Named, Source, Stack
+from xtf.experts import ExpertFn, routed_experts
 from xtf.model import AuxLoss
+from xtf.models import hf
 from xtf.models.common import DecoderConfig, Leaves, Part, rms_norm, silu_mul
 from xtf.ops import GroupedMM, Ops
 from xtf.stage import Params, Stage, StageFn, Values
 
 
-class Dispatch(NamedTuple):
-    """Slots sorted by expert.
+def expert_mlp(grouped_mm: GroupedMM) -> ExpertFn:
+    """The gated MLP of each expert: ``gate_up`` (E, 2F, H), the gate's rows before those of up, and ``down`` (E, H, F)."""
 
-    Args:
-        order: (S,) int64, the slot that stands at each sorted row.
-        tokens: (S,) int64, the token of each sorted row.
-        offsets: (E,) int32, the row at which each expert's rows end.
-    """
+    def compute(params: Params, rows: Float[Tensor, "rows H"], offsets: Int32[Tensor, " E"]) -> Float[Tensor, "rows H"]:
+        gate, up = grouped_mm(rows, params["gate_up"], offsets).chunk(2, -1)
+        return grouped_mm(silu_mul(gate, up), params["down"], offsets)
 
-    order: Int64[Tensor, " S"]
-    tokens: Int64[Tensor, " S"]
-    offsets: Int32[Tensor, " E"]
-
-
-def dispatch_order(indices: Int64[Tensor, "T k"], experts: int) -> Dispatch:
-    """Sort slots by expert; slots of one expert stay in the order of their tokens.
-
-    Args:
-        indices: (T, k) int64, the experts of each token.
-        experts: E.
-
-    Example:
-        >>> order = dispatch_order(torch.tensor([[2, 0], [0, 1]]), 3)
-        >>> order.tokens.tolist(), order.offsets.tolist()
-        ([0, 1, 1, 0], [2, 3, 4])
-    """
-    by_expert, order = indices.flatten().sort(stable=True)
-    every = torch.arange(experts, dtype=indices.dtype, device=indices.device)
-    offsets = torch.searchsorted(by_expert, every, right=True, out_int32=True)
-    return Dispatch(order, order // indices.shape[1], offsets)
-
-
-def expert_mlp(
-    params: Params, rows: Float[Tensor, "rows H"], offsets: Int32[Tensor, " E"], grouped_mm: GroupedMM
-) -> Float[Tensor, "rows H"]:
-    """The gated MLP of each expert on its rows.
-
-    Args:
-        params: ``gate_up`` (E, 2F, H), the gate's rows before those of up, and ``down`` (E, H, F).
-        rows: (rows, H), sorted by expert.
-        offsets: (E,) int32, the row at which each expert's rows end.
-        grouped_mm: the op.
-
-    Returns:
-        (rows, H).
-    """
-    gate, up = grouped_mm(rows, params["gate_up"], offsets).chunk(2, -1)
-    return grouped_mm(silu_mul(gate, up), params["down"], offsets)
-
-
-def gather_tokens(h: Float[Tensor, "T H"], order: Int64[Tensor, " S"], top_k: int) -> Float[Tensor, "S H"]:
-    """The token of each sorted row, ``h[order // top_k]``.
-
-    Written over slots, each of which is taken once: the backward then sums a token's gradients along a dim. As a gather of
-    tokens it would add several rows to one place, and code that does so on several threads gives other bits each time.
-    """
-    slots = h.unsqueeze(1).expand(-1, top_k, -1).reshape(-1, h.shape[1])
-    return slots.index_select(0, order)
-
-
-def combine(rows: Float[Tensor, "S H"], weights: Float[Tensor, "T k"], dispatch: Dispatch) -> Float[Tensor, "T H"]:
-    """Sum each token's results by its weights.
-
-    Args:
-        rows: (S, H), sorted by expert.
-        weights: (T, k), at least float32; the sum is made in this dtype.
-        dispatch: the order of ``rows``.
-
-    Returns:
-        (T, H), in the dtype of ``rows``.
-    """
-    slots = torch.arange(dispatch.order.shape[0], device=rows.device)
-    place = torch.empty_like(dispatch.order).scatter(0, dispatch.order, slots)  # the sorted row of each slot
-    by_token = rows.index_select(0, place).view(*weights.shape, rows.shape[1])
-    return (by_token.to(weights.dtype) * weights.unsqueeze(-1)).sum(1).to(rows.dtype)
+    return compute
 
 
 def router_fn(eps: float, top_k: int, normalize: bool) -> StageFn:
@@ -133,24 +65,34 @@ def router_fn(eps: float, top_k: int, normalize: bool) -> StageFn:
     return fn
 
 
-def experts_fn(experts: int, grouped_mm: GroupedMM) -> StageFn:
-    """The function of an experts stage: ``(params, x (T, H), h (T, H), weights (T, k), indices (T, k)) -> (x,)``."""
+class MixtureNames(NamedTuple):
+    """What a checkpoint calls the parts of a mixture.
 
-    def fn(
-        params: Params,
-        x: Float[Tensor, "T H"],
-        h: Float[Tensor, "T H"],
-        weights: Float[Tensor, "T k"],
-        indices: Int64[Tensor, "T k"],
-    ) -> tuple[Float[Tensor, "T H"]]:
-        dispatch = dispatch_order(indices, experts)
-        rows = gather_tokens(h, dispatch.order, indices.shape[1])
-        return (x + combine(expert_mlp(params, rows, dispatch.offsets, grouped_mm), weights, dispatch),)
+    Args:
+        block: the module of router and experts in a layer.
+        gate, up, down: the matrices of an expert.
+    """
 
-    return fn
+    block: str = "mlp"
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
 
 
-def mixture(config: DecoderConfig, layer: int, leaves: Leaves, *, experts: int, top_k: int, inner: int, normalize: bool) -> Part:
+_NAMES = MixtureNames()
+
+
+def mixture(
+    config: DecoderConfig,
+    layer: int,
+    leaves: Leaves,
+    *,
+    experts: int,
+    top_k: int,
+    inner: int,
+    normalize: bool,
+    names: MixtureNames = _NAMES,
+) -> Part:
     """Norm, router, experts and residual.
 
     Args:
@@ -159,6 +101,7 @@ def mixture(config: DecoderConfig, layer: int, leaves: Leaves, *, experts: int, 
         leaves: makes the specs.
         experts: E. ``top_k``: k. ``inner``: F.
         normalize: whether the weights of a token sum to one.
+        names: those of the checkpoint.
     """
     hidden = config.hidden_size
     specs = {
@@ -168,12 +111,7 @@ def mixture(config: DecoderConfig, layer: int, leaves: Leaves, *, experts: int, 
         "down": leaves.matrix((experts, hidden, inner), ("expert", "embed", "mlp")),
     }
     prefix = f"model.layers.{layer}"
-
-    sources = {
-        "norm": Named(f"{prefix}.post_attention_layernorm.weight"),
-        "router": Named(f"{prefix}.mlp.gate.weight"),
-        **expert_sources(f"{prefix}.mlp.experts", experts),
-    }
+    sources: dict[str, Source] = {"norm": Named(f"{prefix}.post_attention_layernorm.weight"), **mixture_sources(prefix, experts, names)}
 
     def stages(ops: Ops, key: Hashable) -> tuple[Stage, ...]:
         name, path = f"layers.{layer}.router", f"layers.{layer}.moe"
@@ -187,38 +125,52 @@ def mixture(config: DecoderConfig, layer: int, leaves: Leaves, *, experts: int, 
             ("h", "router_weights", "router_indices", *statistics(layer)),
             ("valid",),
         )
-        computed = Stage(
-            f"layers.{layer}.experts",
-            "experts",
-            experts_fn(experts, ops.grouped_mm),
-            (key, "experts"),
-            {leaf: f"{path}.{leaf}" for leaf in ("gate_up", "down")},
-            ("x", "h", "router_weights", "router_indices"),
-            ("x",),
-        )
-        return router, computed
+        leaves_of = {leaf: f"{path}.{leaf}" for leaf in ("gate_up", "down")}
+        return router, routed_experts(f"layers.{layer}.experts", (key, "experts"), leaves_of, experts, expert_mlp(ops.grouped_mm))
 
     return Part("moe", specs, sources, stages)
 
 
-def expert_sources(prefix: str, experts: int, names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")) -> dict[str, Source]:
-    """Where ``gate_up`` and ``down`` are found: one tensor for each expert's projection, as is written, or as transformers holds
-    them in memory, fused: ``gate_up_proj`` (E, 2F, H) and ``down_proj`` (E, H, F).
+def mixture_sources(prefix: str, experts: int, names: MixtureNames) -> dict[str, Source]:
+    """Where ``router``, ``gate_up`` and ``down`` are found: one tensor for each projection of each expert, as is written; or as
+    transformers holds them in memory, those of a layer in one, ``mlp.experts.gate_up_proj`` (E, 2F, H) and ``down_proj`` (E, H, F).
 
     Args:
-        prefix: the checkpoint's name of the experts, as ``"model.layers.0.mlp.experts"``.
+        prefix: the checkpoint's name of the layer, as ``"model.layers.0"``.
         experts: E.
-        names: what gate, up and down of one expert are called.
+        names: what the block, and the matrices of one expert, are called.
     """
-    gate, up, down = ([Named(f"{prefix}.{e}.{name}.weight") for e in range(experts)] for name in names)
+    at, fused = f"{prefix}.{names.block}", f"{prefix}.mlp"
+
+    def each(name: str) -> list[Source]:
+        return [Named(f"{at}.experts.{e}.{name}.weight") for e in range(experts)]
+
+    router, held = Named(f"{at}.gate.weight"), Named(f"{fused}.gate.weight")
+    both: list[Source] = [Concat(pair) for pair in zip(each(names.gate), each(names.up), strict=True)]
     return {
-        "gate_up": Either((Stack(tuple(map(_both, gate, up))), Named(f"{prefix}.gate_up_proj"))),
-        "down": Either((Stack(tuple(down)), Named(f"{prefix}.down_proj"))),
+        "router": router if router == held else Either((router, held)),
+        "gate_up": Either((Stack(tuple(both)), Named(f"{fused}.experts.gate_up_proj"))),
+        "down": Either((Stack(tuple(each(names.down))), Named(f"{fused}.experts.down_proj"))),
     }
 
 
-def _both(gate: Source, up: Source) -> Source:
-    return Concat((gate, up))
+def check_experts(name: str, experts: int, top_k: int, coefficient: float) -> None:
+    """Refuse the fields of a config that do not describe a router; ``name`` is that of ``experts``."""
+    hf.check_integer(name, experts, 1)
+    hf.check_integer("num_experts_per_tok", top_k, 1)
+    if top_k > experts:
+        raise ValueError(f"num_experts_per_tok={top_k} is more than {name}={experts}")
+    hf.check_number("router_aux_loss_coef", coefficient)
+    if not coefficient >= 0:
+        raise ValueError(f"router_aux_loss_coef={coefficient!r}; expected a number of at least 0")
+
+
+def check_options(family: str, aux: str, router_z_loss: float) -> None:
+    """Refuse options of a family with routers that `router_loss` has no meaning for."""
+    if aux not in ("microbatch", "step", "pooled"):
+        raise ValueError(f"{family} got aux={aux!r}; expected 'microbatch', 'step' or 'pooled'")
+    if not router_z_loss >= 0:
+        raise ValueError(f"{family} got router_z_loss={router_z_loss!r}; expected a number of at least 0")
 
 
 def statistics(layer: int) -> tuple[str, str, str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from xtf.models.common import DecoderConfig
 from xtf.models.llama import Config as Llama
+from xtf.models.mixtral import Config as Mixtral
 from xtf.models.qwen3 import Config as Qwen3
 from xtf.models.qwen3_moe import Config as Qwen3Moe
 from xtf.models.rope import Rope
@@ -78,6 +79,21 @@ PRESETS: dict[str, DecoderConfig] = {
         norm_topk_prob=True,
         max_position_embeddings=40960,
         rope=_QWEN3_ROPE,
+    ),
+    "mixtral-8x7b": Mixtral(
+        vocab_size=32000,
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=128,
+        num_local_experts=8,
+        num_experts_per_tok=2,
+        router_aux_loss_coef=0.02,
+        rms_norm_eps=1e-5,
+        max_position_embeddings=32768,
+        rope=Rope(theta=1e6),
     ),
     "tiny-moe": Qwen3Moe(  # of `xtf train`: the vocabulary is that of `xtf.data.demo_tokenizer`
         vocab_size=2048,

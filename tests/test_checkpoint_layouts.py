@@ -70,8 +70,12 @@ def test_every_layout_under_every_prefix(saved: Path, model: Model, prefix: Any,
     assert same(load_params(model, saved), model.init(0))
 
 
-def test_transformers_stacks_experts_as_the_fused_layout_does(tmp_path: Path, model: Model) -> None:
-    fields = dict(CONFIG)
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
+def test_transformers_stacks_experts_as_the_fused_layout_does(tmp_path: Path, family: str) -> None:
+    fields = CONFIG | {"model_type": family}
+    if family == "mixtral":
+        fields |= {"num_local_experts": fields.pop("num_experts"), "intermediate_size": fields.pop("moe_intermediate_size")}
+    model = models.from_hf(fields)
     theirs: Any = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(fields.pop("model_type"), **fields))
     theirs.save_pretrained(tmp_path / "theirs")
     (tmp_path / "fused").mkdir()

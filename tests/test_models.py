@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
 import xtf
-from xtf import models, tree
+from xtf import experts, models, tree
 from xtf.batch import normalizer
 from xtf.model import Model, run
 from xtf.models import moe
@@ -42,6 +42,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "norm_topk_prob": True,
         "router_aux_loss_coef": 0.1,
     },
+    "mixtral": DENSE | {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.1},
 }
 FAMILIES = list(CONFIGS)
 
@@ -144,6 +145,7 @@ def test_layers_of_equal_shape_share_a_key(name: str) -> None:
         "qwen2": [1, 1, 1, 1, 1, 2],  # one layer has a window
         "qwen3": [1, 1, 1, 2, 2],
         "qwen3_moe": [1, 1, 1, 1, 2, 2, 3],
+        "mixtral": [1, 1, 1, 2, 2, 2],
     }
     assert shared == expected[name]
     others = {stage.key for ops in (REFERENCE,) for stage in small(name).build(ops)}
@@ -224,13 +226,13 @@ def test_embedding_backward_needs_no_parameters() -> None:
 
 def test_dispatch_and_combine_undo_each_other() -> None:
     indices = torch.tensor([[4, 1], [1, 0], [4, 0]])
-    order = moe.dispatch_order(indices, 5)
+    order = experts.dispatch_order(indices, 5)
     assert order.offsets.tolist() == [2, 4, 4, 4, 6] and order.offsets.dtype == torch.int32
     assert indices.flatten()[order.order].tolist() == [0, 0, 1, 1, 4, 4]
     assert order.tokens.tolist() == [1, 2, 0, 1, 0, 2]
     rows = torch.randn(3, 7, dtype=torch.float64)
     weights = torch.rand(3, 2, dtype=torch.float64)
-    near(moe.combine(rows[order.tokens], weights, order), rows * weights.sum(1, keepdim=True), 1e-15)
+    near(experts.combine(rows[order.tokens], weights, order), rows * weights.sum(1, keepdim=True), 1e-15)
 
 
 def test_experts_are_the_formula() -> None:
@@ -238,7 +240,8 @@ def test_experts_are_the_formula() -> None:
     params = {k.removeprefix("layers.0.moe."): v for k, v in tree.items(model.init(3)).items() if k.startswith("layers.0.moe.")}
     x = torch.randn(11, 12, dtype=torch.float64)
     h, weights, indices, *_ = moe.router_fn(1e-6, 2, True)(params, x, valid=torch.ones(11, dtype=torch.bool))
-    (got,) = moe.experts_fn(5, REFERENCE.grouped_mm)(params, x, h, weights, indices)
+    stage = experts.routed_experts("experts", "key", {}, 5, moe.expert_mlp(REFERENCE.grouped_mm))
+    (got,) = stage(params, (x, h, weights, indices), {})
     want = x.clone()
     for t in range(11):
         normed = rms_norm(x[t], params["norm"], 1e-6)
@@ -338,6 +341,8 @@ def test_counts_of_published_models() -> None:
     assert total == 30_532_122_624 and round(active / 1e9, 1) == 3.4
     total, active = models.preset("qwen3-235b-a22b").param_count()
     assert total == 235_093_634_560 and round(active / 1e9) == 22
+    total, active = models.preset("mixtral-8x7b").param_count()
+    assert total == 46_702_792_704 and round(active / 1e9, 1) == 12.9
 
 
 @pytest.mark.parametrize("name", models.PRESETS)
@@ -395,6 +400,11 @@ def test_initial_values() -> None:
         ("qwen3_moe", {"num_experts_per_tok": 9}, "more than num_experts=5"),
         ("qwen3_moe", {"shared_expert_intermediate_size": 8}, "shared_expert_intermediate_size=8"),
         ("qwen3_moe", {"mlp_only_layers": [3]}, r"mlp_only_layers has \[3\]"),
+        ("mixtral", {"num_experts_per_tok": 5}, "num_experts_per_tok=5 is more than num_local_experts=4"),
+        ("mixtral", {"num_local_experts": 0}, "num_local_experts=0"),
+        ("mixtral", {"sliding_window": 0}, "sliding_window=0"),
+        ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise=0.1"),
+        ("mixtral", {"attention_bias": True}, "does not know the config field attention_bias=True"),
         ("qwen3_moe", {"moe_intermediate_size": None}, "needs the config field 'moe_intermediate_size'"),
     ],
 )
@@ -409,7 +419,7 @@ def test_bookkeeping_is_passed_over() -> None:
 
 
 def test_unknown_names_list_known_ones() -> None:
-    with pytest.raises(ValueError, match="'mamba' is not supported; known are llama, qwen2, qwen3, qwen3_moe"):
+    with pytest.raises(ValueError, match="'mamba' is not supported; known are llama, mixtral, qwen2, qwen3, qwen3_moe"):
         models.from_hf({"model_type": "mamba"})
     with pytest.raises(ValueError, match=r"no preset 'qwen3-30b'; did you mean .*qwen3-30b-a3b or .*\?"):
         models.preset("qwen3-30b")

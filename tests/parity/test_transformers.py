@@ -28,6 +28,7 @@ MOE = QWEN3 | {
     "norm_topk_prob": True,
     "router_aux_loss_coef": 0.3,
 }
+MIXTRAL = LLAMA | {"model_type": "mixtral", "num_local_experts": 5, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.3}
 LENGTH = 12
 
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -87,6 +88,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "qwen3_moe, mixed by step": MOE | {"num_hidden_layers": 3, "decoder_sparse_step": 2},
     "qwen3_moe, mixed by list": MOE | {"num_hidden_layers": 3, "mlp_only_layers": [0], "tie_word_embeddings": True},
     "qwen3_moe, one expert, window": MOE | {"num_experts": 5, "num_experts_per_tok": 1, "use_sliding_window": True, "sliding_window": 5},
+    "mixtral": MIXTRAL,
+    "mixtral, tied, head size, window": MIXTRAL
+    | {"tie_word_embeddings": True, "head_dim": 10, "sliding_window": 5, "num_experts_per_tok": 3, "num_key_value_heads": 1},
 }
 
 
@@ -97,7 +101,7 @@ def near(got: Tensor, want: Tensor, tolerance: float, what: str) -> None:
 
 
 def compare(hf_config: dict[str, Any], dtype: torch.dtype, logits: float, loss: float, gradients: float) -> None:
-    options = {"aux": "pooled"} if hf_config["model_type"] == "qwen3_moe" else {}
+    options = {"aux": "pooled"} if "num_experts_per_tok" in hf_config else {}
     model = models.from_hf(hf_config, dtype=dtype, **options)
     reference = hf_models.build(hf_config, dtype)
     params = hf_models.parameters(model, reference)
@@ -119,7 +123,7 @@ def test_equals_transformers(name: str) -> None:
     compare(CONFIGS[name], torch.float32, logits=1e-5, loss=1e-6, gradients=1e-4)
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "qwen3_moe", "qwen3_moe, mixed by step"])
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "qwen3_moe", "qwen3_moe, mixed by step", "mixtral"])
 def test_equals_transformers_in_float64(name: str) -> None:
     compare(CONFIGS[name], torch.float64, logits=1e-6, loss=1e-7, gradients=1e-5)
 
@@ -141,8 +145,10 @@ def configs(draw: st.DrawFn) -> dict[str, Any]:
         "tie_word_embeddings": draw(st.booleans()),
         "rope_parameters": {"rope_type": "default", "rope_theta": draw(st.sampled_from([100.0, 1e4, 1e6]))},
     }
-    kind = draw(st.sampled_from(["llama", "qwen3", "qwen3_moe"]))
-    out |= {"model_type": kind, "attention_bias": draw(st.booleans())}
+    kind = draw(st.sampled_from(["llama", "qwen3", "qwen3_moe", "mixtral"]))
+    out["model_type"] = kind
+    if kind != "mixtral":
+        out["attention_bias"] = draw(st.booleans())
     if kind == "llama":
         out["mlp_bias"] = draw(st.booleans())
     if kind == "qwen3_moe":
@@ -155,6 +161,15 @@ def configs(draw: st.DrawFn) -> dict[str, Any]:
             # with one choice that is made to sum to one, the router's gradient is zero, and rounding all there is to compare
             "norm_topk_prob": top_k > 1 and draw(st.booleans()),
             "decoder_sparse_step": draw(st.integers(1, 2)),
+            "router_aux_loss_coef": draw(st.sampled_from([0.0, 0.1])),
+        }
+    if kind == "mixtral":
+        experts = draw(st.integers(2, 8))
+        out |= {
+            "num_local_experts": experts,
+            "num_experts_per_tok": draw(st.integers(2, experts)),
+            # a window of one token leaves queries and keys without a gradient, as above
+            "sliding_window": draw(st.sampled_from([None, 2, 5, 64])),
             "router_aux_loss_coef": draw(st.sampled_from([0.0, 0.1])),
         }
     return out
@@ -186,7 +201,9 @@ def test_config_round_trips(name: str, tmp_path: Any) -> None:
     assert models.from_hf(tmp_path).config == model.config
 
 
-@pytest.mark.parametrize("name", ["llama, tied, no groups", "llama, head size and biases", "qwen2", "qwen3", "qwen3_moe, mixed by step"])
+@pytest.mark.parametrize(
+    "name", ["llama, tied, no groups", "llama, head size and biases", "qwen2", "qwen3", "qwen3_moe, mixed by step", "mixtral"]
+)
 def test_names_are_those_on_disk(name: str, tmp_path: Any) -> None:
     from safetensors import safe_open
 

@@ -1,0 +1,136 @@
+"""Routed experts as a stage: which tokens go to which experts is given, what an expert computes on its rows is a function.
+
+A dropless mixture (Gale et al. 2022, "MegaBlocks") is `dispatch_order`, which sorts slots by expert, `gather_tokens`, the model's
+own `ExpertFn` on sorted rows, and `combine`, which brings the results back to their tokens. `RoutedExperts` keeps the model's part
+apart, so that a layout may put communication between them (`xtf.transforms.expert_parallel`).
+
+Dims: T tokens, H hidden size, E experts, k experts per token, S = T × k slots (slot t × k + j is token t's choice j).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float, Int32, Int64
+from torch import Tensor
+
+from xtf.stage import Params, Stage, StageFn
+from xtf.tree import Path
+
+ExpertFn = Callable[[Params, Tensor, Tensor], Tensor]
+"""``(params, rows (rows, H), offsets (E,) int32) -> (rows, H)``: every expert on its rows, which are sorted by expert; ``offsets``
+says at which row those of each expert end. ``params`` are stacked over experts, any number of them: E is theirs."""
+
+
+class Dispatch(NamedTuple):
+    """Slots sorted by expert.
+
+    Args:
+        order: (S,) int64, the slot that stands at each sorted row.
+        tokens: (S,) int64, the token of each sorted row.
+        offsets: (E,) int32, the row at which each expert's rows end.
+    """
+
+    order: Int64[Tensor, " S"]
+    tokens: Int64[Tensor, " S"]
+    offsets: Int32[Tensor, " E"]
+
+
+@dataclass(frozen=True)
+class RoutedExperts(Stage):
+    """The stage of a block's routed experts; made by `routed_experts`.
+
+    It reads ``x`` (T, H), to which the results are added, ``h`` (T, H), what the experts see, the weights (T, k) and the int64
+    indices (T, k) of each token's experts, and writes ``x``.
+
+    Args:
+        experts: E.
+        compute: what the experts compute.
+    """
+
+    experts: int = 0
+    compute: ExpertFn = lambda params, rows, offsets: rows
+
+
+def routed_experts(
+    name: str,
+    key: Hashable,
+    params: Mapping[str, Path],
+    experts: int,
+    compute: ExpertFn,
+    reads: tuple[str, str, str, str] = ("x", "h", "router_weights", "router_indices"),
+) -> RoutedExperts:
+    """A `RoutedExperts` stage on one rank that has all experts.
+
+    Args:
+        name: of the stage.
+        key: equal for stages with the same ``compute`` and equally shaped arguments.
+        params: the names that ``compute`` uses, and the path of each leaf; all are stacked over experts on dim 0.
+        experts: E.
+        compute: what the experts compute.
+        reads: names of the values, in the order that `RoutedExperts` says.
+    """
+    return RoutedExperts(name, "experts", _local(experts, compute), key, params, reads, (reads[0],), experts=experts, compute=compute)
+
+
+def _local(experts: int, compute: ExpertFn) -> StageFn:
+    def fn(
+        params: Params,
+        x: Float[Tensor, "T H"],
+        h: Float[Tensor, "T H"],
+        weights: Float[Tensor, "T k"],
+        indices: Int64[Tensor, "T k"],
+    ) -> tuple[Float[Tensor, "T H"]]:
+        dispatch = dispatch_order(indices, experts)
+        rows = gather_tokens(h, dispatch.order, indices.shape[1])
+        return (x + combine(compute(params, rows, dispatch.offsets), weights, dispatch),)
+
+    return fn
+
+
+def dispatch_order(indices: Int64[Tensor, "T k"], experts: int) -> Dispatch:
+    """Sort slots by expert; slots of one expert stay in the order of their tokens.
+
+    Args:
+        indices: (T, k) int64, the experts of each token.
+        experts: E.
+
+    Example:
+        >>> order = dispatch_order(torch.tensor([[2, 0], [0, 1]]), 3)
+        >>> order.tokens.tolist(), order.offsets.tolist()
+        ([0, 1, 1, 0], [2, 3, 4])
+    """
+    by_expert, order = indices.flatten().sort(stable=True)
+    every = torch.arange(experts, dtype=indices.dtype, device=indices.device)
+    offsets = torch.searchsorted(by_expert, every, right=True, out_int32=True)
+    return Dispatch(order, order // indices.shape[1], offsets)
+
+
+def gather_tokens(h: Float[Tensor, "T H"], order: Int64[Tensor, " S"], top_k: int) -> Float[Tensor, "S H"]:
+    """The token of each sorted row, ``h[order // top_k]``.
+
+    Written over slots, each of which is taken once: the backward then sums a token's gradients along a dim. As a gather of
+    tokens it would add several rows to one place, and code that does so on several threads gives other bits each time.
+    """
+    slots = h.unsqueeze(1).expand(-1, top_k, -1).reshape(-1, h.shape[1])
+    return slots.index_select(0, order)
+
+
+def combine(rows: Float[Tensor, "S H"], weights: Float[Tensor, "T k"], dispatch: Dispatch) -> Float[Tensor, "T H"]:
+    """Sum each token's results by its weights.
+
+    Args:
+        rows: (S, H), sorted by expert.
+        weights: (T, k), at least float32; the sum is made in this dtype.
+        dispatch: the order of ``rows``.
+
+    Returns:
+        (T, H), in the dtype of ``rows``.
+    """
+    slots = torch.arange(dispatch.order.shape[0], device=rows.device)
+    place = torch.empty_like(dispatch.order).scatter(0, dispatch.order, slots)  # the sorted row of each slot
+    by_token = rows.index_select(0, place).view(*weights.shape, rows.shape[1])
+    return (by_token.to(weights.dtype) * weights.unsqueeze(-1)).sum(1).to(rows.dtype)
