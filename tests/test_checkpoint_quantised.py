@@ -67,7 +67,7 @@ def test_any_range_of_fp8(data: st.DataObject, shape: list[int], block: tuple[in
     assert weight.read_elements == got.numel() and scale.read_elements <= got.numel()
 
 
-def mxfp4_of(experts: int, out: int, groups: int, seed: int = 0, low: int = 90, high: int = 160) -> tuple[Tensor, Tensor]:
+def mxfp4_of(experts: int, out: int, groups: int, seed: int = 0, low: int = 0, high: int = 255) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     blocks = torch.randint(0, 256, (experts, out, groups, 16), generator=generator, dtype=torch.uint8)
     return blocks, torch.randint(low, high, (experts, out, groups), generator=generator, dtype=torch.uint8)

@@ -1,11 +1,12 @@
 """Quantised weights as they are published, read as plain ones: block-wise FP8 and MXFP4.
 
-A tensor that a checkpoint stores in such a form stands under its plain name, with its plain shape, and gives any block of it in
-float32: only the codes and scales of the block are read. Which tensors these are is found by what the checkpoint holds.
+A tensor that a checkpoint stores in such a form stands under its plain name, with its plain shape, and gives any block of it as
+floats: only the codes and scales of the block are read. Which tensors these are is found by what the checkpoint holds.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path as FilePath
@@ -72,11 +73,14 @@ class BlockFP8:
 
     def read(self, ranges: Sequence[Range]) -> Tensor:
         """A block of the weight, float32."""
-        own = list(ranges[-2:])
-        scale = self.scale.read([*ranges[:-2], *(_around(span, size) for span, size in zip(own, self.block, strict=True))]).float()
-        for dim, (start, stop), size in zip((-2, -1), own, self.block, strict=True):
-            scale = scale.index_select(dim, torch.arange(start, stop) // size - start // size)
-        return self.weight.read(ranges).float().mul_(scale)
+        (start, stop), columns = ranges[-2:]
+        height, width = self.block
+        scale = self.scale.read([*ranges[:-2], _around((start, stop), height), _around(columns, width)]).float()
+        scale = scale.index_select(-1, torch.arange(*columns) // width - columns[0] // width)
+        weight = self.weight.read(ranges).float()
+        for i, top in enumerate(range(start - start % height, stop, height)):  # no second tensor of the weight's size
+            weight[..., max(top - start, 0) : top - start + height, :].mul_(scale[..., i : i + 1, :])
+        return weight
 
 
 @dataclass(frozen=True)
@@ -88,7 +92,7 @@ class MXFP4:
 
     Args:
         blocks: (..., out, in / 32, 16) U8: a code is a sign and an index of 0, 0.5, 1, 1.5, 2, 3, 4, 6.
-        scales: (..., out, in / 32) U8: values are multiplied by 2^(scale - 127).
+        scales: (..., out, in / 32) U8: values are multiplied by 2^(scale - 127); 255 is not a number.
     """
 
     blocks: Stored
@@ -101,20 +105,22 @@ class MXFP4:
 
     @property
     def dtype(self) -> str:
-        return "F32"
+        return "BF16"
 
     @property
     def file(self) -> FilePath:
         return self.blocks.file
 
     def read(self, ranges: Sequence[Range]) -> Tensor:
-        """A block of the weight, float32: a transposed view, since the codes lie by output."""
+        """A block of the weight, bfloat16, in which all its values are exact: a transposed view, since the codes lie by output."""
         *lead, (start, stop), out = ranges
         groups = _around((start, stop), GROUP)
         codes, scales = self.blocks.read([*lead, out, groups, (0, GROUP // 2)]), self.scales.read([*lead, out, groups])
-        signed = torch.tensor([*_FP4, *(-value for value in _FP4)])
+        signed = torch.tensor([*_FP4, *(-value for value in _FP4)], dtype=torch.bfloat16)
         pairs = torch.stack([signed.repeat(16), signed.repeat_interleave(16)], -1)  # of each byte its two values, the low half first
-        values = torch.ldexp(pairs[codes.int()].flatten(-2), scales.int().sub(127).unsqueeze(-1)).flatten(-2)
+        powers = torch.tensor([*(2.0 ** (scale - 127) for scale in range(255)), math.nan], dtype=torch.bfloat16)
+        values = _looked_up(pairs.view(torch.int32).flatten(), codes).view(torch.bfloat16).flatten(-2)  # both values of a byte at once
+        values.view(*values.shape[:-1], -1, GROUP).mul_(_looked_up(powers, scales).unsqueeze(-1))
         return values[..., start - GROUP * groups[0] : stop - GROUP * groups[0]].mT
 
 
@@ -207,6 +213,10 @@ def _quantisation(config: Mapping[str, Any]) -> object:
 def _is_block(block: object) -> bool:
     sizes = cast("Sequence[object]", block) if isinstance(block, (list, tuple)) else ()
     return len(sizes) == 2 and all(isinstance(n, int) and not isinstance(n, bool) and n > 0 for n in sizes)
+
+
+def _looked_up(table: Tensor, codes: Tensor) -> Tensor:
+    return table.index_select(0, codes.flatten().int()).view(codes.shape)
 
 
 def _around(span: Range, size: int) -> Range:
