@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 
 from xtf.checkpoint.folder import CheckpointError, read_config, read_json
 from xtf.model import Model
+from xtf.models.gpt_oss import Config as GptOssConfig
+from xtf.models.gpt_oss import gpt_oss
 from xtf.models.llama import Config as LlamaConfig
 from xtf.models.llama import llama
 from xtf.models.mixtral import Config as MixtralConfig
@@ -26,7 +28,7 @@ from xtf.models.qwen3 import qwen3
 from xtf.models.qwen3_moe import Config as Qwen3MoeConfig
 from xtf.models.qwen3_moe import qwen3_moe
 
-__all__ = ["FAMILIES", "PRESETS", "Family", "from_hf", "llama", "mixtral", "preset", "qwen3", "qwen3_moe"]
+__all__ = ["FAMILIES", "PRESETS", "Family", "from_hf", "gpt_oss", "llama", "mixtral", "preset", "qwen3", "qwen3_moe"]
 
 
 class Family(NamedTuple):
@@ -37,6 +39,7 @@ class Family(NamedTuple):
 
 
 FAMILIES: Mapping[str, Family] = {
+    "gpt_oss": Family(GptOssConfig, gpt_oss),
     "llama": Family(LlamaConfig, llama),
     "mixtral": Family(MixtralConfig, mixtral),
     "qwen2": Family(LlamaConfig, llama),

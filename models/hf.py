@@ -58,8 +58,10 @@ _INTEGERS = frozenset(
     {
         "bos_token_id",
         "decoder_sparse_step",
+        "experts_per_token",
         "head_dim",
         "hidden_size",
+        "initial_context_length",
         "intermediate_size",
         "max_position_embeddings",
         "max_window_layers",
@@ -76,7 +78,17 @@ _INTEGERS = frozenset(
         "vocab_size",
     }
 )
-_NUMBERS = frozenset({"initializer_range", "partial_rotary_factor", "rms_norm_eps", "rope_theta", "router_aux_loss_coef"})
+_NUMBERS = frozenset(
+    {
+        "initializer_range",
+        "partial_rotary_factor",
+        "rms_norm_eps",
+        "rope_theta",
+        "router_aux_loss_coef",
+        "swiglu_alpha",
+        "swiglu_limit",
+    }
+)
 _FLAGS = frozenset({"attention_bias", "mlp_bias", "norm_topk_prob", "tie_word_embeddings", "use_sliding_window"})
 _LISTS = frozenset({"layer_types", "mlp_only_layers"})
 _OBJECTS = frozenset({"rope_parameters", "rope_scaling"})

@@ -15,7 +15,7 @@ from xtf.models.decoder import decoder
 from xtf.models.moe import MixtureNames, check_experts, check_options, mixture, router_loss
 
 _OWN = ("num_local_experts", "num_experts_per_tok", "router_aux_loss_coef", "sliding_window")
-_NAMES = MixtureNames("block_sparse_moe", "w1", "w3", "w2")
+_NAMES = MixtureNames("block_sparse_moe", gate="w1", up="w3", down="w2")
 
 
 @dataclass(frozen=True, kw_only=True)

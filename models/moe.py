@@ -15,12 +15,13 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int, Int32
 from torch import Tensor
 
-from xtf.checkpoint_map import Concat, Named, Stack
+from xtf.checkpoint_map import Concat, Named, Source, Stack
 from xtf.experts import ExpertFn, routed_experts
 from xtf.model import AuxLoss
 from xtf.models import hf
 from xtf.models.common import DecoderConfig, Leaves, Part, rms_norm, silu_mul
 from xtf.ops import GroupedMM, Ops
+from xtf.spec import ParamSpec
 from xtf.stage import Params, Stage, StageFn, Values
 
 
@@ -38,8 +39,9 @@ def router_fn(eps: float, top_k: int, normalize: bool) -> StageFn:
     """The function of a router stage.
 
     ``(params, x (T, H), *, valid (T,)) -> (h (T, H), weights (T, k), indices (T, k), counts (E,), probs (E,), z ())``: the normed
-    tokens; the softmax over all experts at the best k, summing to one if ``normalize``; which these are; over valid tokens, the
-    slots that each expert gets, the sum of probabilities, and the sum of logsumexp². Scores are in at least float32.
+    tokens; the softmax over all experts at the best k, summing to one if ``normalize`` (the softmax over these k); which these are;
+    over valid tokens, the slots that each expert gets, the sum of probabilities, and the sum of logsumexp². Scores, to which a
+    ``router_bias`` is added where there is one, are in at least float32.
     """
 
     def sum_to_one(weights: Float[Tensor, "T k"]) -> Float[Tensor, "T k"]:
@@ -53,7 +55,8 @@ def router_fn(eps: float, top_k: int, normalize: bool) -> StageFn:
     def fn(params: Params, x: Float[Tensor, "T H"], *, valid: Bool[Tensor, " T"]) -> Values:
         h = rms_norm(x, params["norm"], eps)
         wide = torch.promote_types(h.dtype, torch.float32)
-        logits = F.linear(h.to(wide), params["router"].to(wide))
+        bias = params.get("router_bias")
+        logits = F.linear(h.to(wide), params["router"].to(wide), None if bias is None else bias.to(wide))
         probs = logits.softmax(-1)
         weights, indices = probs.topk(top_k, -1)
         slots = valid.long().unsqueeze(-1).expand_as(indices).flatten()
@@ -70,13 +73,29 @@ class MixtureNames(NamedTuple):
 
     Args:
         block: the module of router and experts in a layer.
+        router: the router in it.
         gate, up, down: the matrices of an expert.
     """
 
     block: str = "mlp"
+    router: str = "gate"
     gate: str = "gate_proj"
     up: str = "up_proj"
     down: str = "down_proj"
+
+
+class Experts(NamedTuple):
+    """The experts of a layer, where they are not gated MLPs.
+
+    Args:
+        specs: their parameters, stacked over experts on dim 0, which has the axis ``"expert"``.
+        sources: where each of them is found in a checkpoint.
+        compute: what they compute, made of the grouped product of a backend.
+    """
+
+    specs: dict[str, ParamSpec]
+    sources: dict[str, Source]
+    compute: Callable[[GroupedMM], ExpertFn]
 
 
 _NAMES = MixtureNames()
@@ -91,7 +110,9 @@ def mixture(
     top_k: int,
     inner: int,
     normalize: bool,
+    router_bias: bool = False,
     names: MixtureNames = _NAMES,
+    own: Experts | None = None,
 ) -> Part:
     """Norm, router, experts and residual.
 
@@ -101,27 +122,25 @@ def mixture(
         leaves: makes the specs.
         experts: E. ``top_k``: k. ``inner``: F.
         normalize: whether the weights of a token sum to one.
+        router_bias: whether the router's scores have a trained bias.
         names: those of the checkpoint.
+        own: experts that are not gated MLPs of inner size F.
     """
-    hidden = config.hidden_size
+    hidden, prefix = config.hidden_size, f"model.layers.{layer}"
+    block = own or _gated(hidden, f"{prefix}.{names.block}.experts", leaves, experts, inner, names)
     specs = {
         "norm": leaves.norm(hidden),
         "router": leaves.matrix((experts, hidden), (None, "embed")),  # not "expert": every token needs all of it
-        "gate_up": leaves.matrix((experts, 2 * inner, hidden), ("expert", "mlp", "embed")),
-        "down": leaves.matrix((experts, hidden, inner), ("expert", "embed", "mlp")),
+        **({"router_bias": leaves.bias(experts, None)} if router_bias else {}),
     }
-    prefix = f"model.layers.{layer}"
-
-    def each(*matrices: str) -> Stack:
-        parts = [[Named(f"{prefix}.{names.block}.experts.{e}.{name}.weight") for name in matrices] for e in range(experts)]
-        return Stack(tuple(part[0] if len(part) == 1 else Concat(tuple(part)) for part in parts))
-
-    sources = {
+    of_router = tuple(specs)
+    sources: dict[str, Source] = {
         "norm": Named(f"{prefix}.post_attention_layernorm.weight"),
-        "router": Named(f"{prefix}.{names.block}.gate.weight"),
-        "gate_up": each(names.gate, names.up),
-        "down": each(names.down),
+        "router": Named(f"{prefix}.{names.block}.{names.router}.weight"),
+        "router_bias": Named(f"{prefix}.{names.block}.{names.router}.bias"),
+        **block.sources,
     }
+    specs |= block.specs
 
     def stages(ops: Ops, key: Hashable) -> tuple[Stage, ...]:
         name, path = f"layers.{layer}.router", f"layers.{layer}.moe"
@@ -130,15 +149,29 @@ def mixture(
             "router",
             router_fn(config.rms_norm_eps, top_k, normalize),
             (key, "router"),
-            {leaf: f"{path}.{leaf}" for leaf in ("norm", "router")},
+            {leaf: f"{path}.{leaf}" for leaf in of_router},
             ("x",),
             ("h", "router_weights", "router_indices", *statistics(layer)),
             ("valid",),
         )
-        leaves_of = {leaf: f"{path}.{leaf}" for leaf in ("gate_up", "down")}
-        return router, routed_experts(f"layers.{layer}.experts", (key, "experts"), leaves_of, experts, expert_mlp(ops.grouped_mm))
+        leaves_of = {leaf: f"{path}.{leaf}" for leaf in block.specs}
+        return router, routed_experts(f"layers.{layer}.experts", (key, "experts"), leaves_of, experts, block.compute(ops.grouped_mm))
 
-    return Part("moe", specs, sources, stages)
+    return Part("moe", specs, {leaf: sources[leaf] for leaf in specs}, stages)
+
+
+def _gated(hidden: int, prefix: str, leaves: Leaves, experts: int, inner: int, names: MixtureNames) -> Experts:
+    """Gated MLPs, of which each matrix is a tensor of its own in a checkpoint."""
+
+    def each(*matrices: str) -> Stack:
+        parts = [[Named(f"{prefix}.{e}.{name}.weight") for name in matrices] for e in range(experts)]
+        return Stack(tuple(part[0] if len(part) == 1 else Concat(tuple(part)) for part in parts))
+
+    specs = {
+        "gate_up": leaves.matrix((experts, 2 * inner, hidden), ("expert", "mlp", "embed")),
+        "down": leaves.matrix((experts, hidden, inner), ("expert", "embed", "mlp")),
+    }
+    return Experts(specs, {"gate_up": each(names.gate, names.up), "down": each(names.down)}, expert_mlp)
 
 
 def check_experts(name: str, experts: int, top_k: int, coefficient: float) -> None:

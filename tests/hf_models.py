@@ -35,6 +35,8 @@ EXPERTS = {"mixtral": ("block_sparse_moe", ("w1", "w3", "w2"))}
 
 def on_disk(family: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The names under which transformers saves these: in memory the experts of a layer are stacked, on disk they are not."""
+    if family == "gpt_oss":  # whose experts are stacked on disk too
+        return dict(tensors)
     block, (*gate_up, down) = EXPERTS.get(family, ("mlp", ("gate_proj", "up_proj", "down_proj")))
     found: dict[str, Tensor] = {}
     for name, value in tensors.items():

@@ -43,6 +43,15 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "router_aux_loss_coef": 0.1,
     },
     "mixtral": DENSE | {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.1},
+    "gpt_oss": DENSE
+    | {
+        "model_type": "gpt_oss",
+        "num_hidden_layers": 3,
+        "num_local_experts": 5,
+        "num_experts_per_tok": 2,
+        "sliding_window": 3,
+        "router_aux_loss_coef": 0.1,
+    },
 }
 FAMILIES = list(CONFIGS)
 
@@ -146,6 +155,7 @@ def test_layers_of_equal_shape_share_a_key(name: str) -> None:
         "qwen3": [1, 1, 1, 2, 2],
         "qwen3_moe": [1, 1, 1, 1, 2, 2, 3],
         "mixtral": [1, 1, 1, 2, 2, 2],
+        "gpt_oss": [1, 1, 1, 1, 2, 3, 3],  # one layer of three has no window
     }
     assert shared == expected[name]
     others = {stage.key for ops in (REFERENCE,) for stage in small(name).build(ops)}
@@ -194,7 +204,7 @@ def compiled_equals_eager(name: str, backend: str) -> None:
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["qwen2", "qwen3_moe"])  # between them they have every kind of stage, with and without windows
+@pytest.mark.parametrize("name", ["qwen2", "qwen3_moe", "gpt_oss"])  # between them they have every kind of stage, with and without windows
 def test_stages_trace_without_breaks(name: str) -> None:
     compiled_equals_eager(name, "aot_eager")
 
@@ -343,6 +353,10 @@ def test_counts_of_published_models() -> None:
     assert total == 235_093_634_560 and round(active / 1e9) == 22
     total, active = models.preset("mixtral-8x7b").param_count()
     assert total == 46_702_792_704 and round(active / 1e9, 1) == 12.9
+    for name, billions, published in (("gpt-oss-20b", 20.91, 3.61), ("gpt-oss-120b", 116.83, 5.13)):
+        total, active = models.preset(name).param_count()
+        embedding = 201088 * 2880  # its authors count the head as active, not the embedding
+        assert (round(total / 1e9, 2), round((active - embedding) / 1e9, 2)) == (billions, published)
 
 
 @pytest.mark.parametrize("name", models.PRESETS)
@@ -400,6 +414,14 @@ def test_initial_values() -> None:
         ("qwen3_moe", {"num_experts_per_tok": 9}, "more than num_experts=5"),
         ("qwen3_moe", {"shared_expert_intermediate_size": 8}, "shared_expert_intermediate_size=8"),
         ("qwen3_moe", {"mlp_only_layers": [3]}, r"mlp_only_layers has \[3\]"),
+        ("gpt_oss", {"num_experts_per_tok": 6}, "num_experts_per_tok=6 is more than num_local_experts=5"),
+        ("gpt_oss", {"experts_per_token": 4}, "experts_per_token=4 and num_experts_per_tok=2, which must be equal"),
+        ("gpt_oss", {"initial_context_length": 8}, "initial_context_length=8 and original_max_position_embeddings=4096"),
+        ("gpt_oss", {"swiglu_limit": 0.0}, "swiglu_limit=0.0"),
+        ("gpt_oss", {"sliding_window": 0}, "sliding_window=0"),
+        ("gpt_oss", {"layer_types": ["full_attention"]}, "layer_types has 1 entries"),
+        ("gpt_oss", {"num_hidden_layers": None}, "needs the config field 'num_hidden_layers'"),
+        ("gpt_oss", {"mlp_bias": True}, "does not know the config field mlp_bias=True"),
         ("mixtral", {"num_experts_per_tok": 5}, "num_experts_per_tok=5 is more than num_local_experts=4"),
         ("mixtral", {"num_local_experts": 0}, "num_local_experts=0"),
         ("mixtral", {"sliding_window": 0}, "sliding_window=0"),
@@ -419,7 +441,7 @@ def test_bookkeeping_is_passed_over() -> None:
 
 
 def test_unknown_names_list_known_ones() -> None:
-    with pytest.raises(ValueError, match="'mamba' is not supported; known are llama, mixtral, qwen2, qwen3, qwen3_moe"):
+    with pytest.raises(ValueError, match="'mamba' is not supported; known are gpt_oss, llama, mixtral, qwen2, qwen3, qwen3_moe"):
         models.from_hf({"model_type": "mamba"})
     with pytest.raises(ValueError, match=r"no preset 'qwen3-30b'; did you mean .*qwen3-30b-a3b or .*\?"):
         models.preset("qwen3-30b")

@@ -29,6 +29,18 @@ MOE = QWEN3 | {
     "router_aux_loss_coef": 0.3,
 }
 MIXTRAL = LLAMA | {"model_type": "mixtral", "num_local_experts": 5, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.3}
+OSS = COMMON | {
+    "model_type": "gpt_oss",
+    "num_key_value_heads": 2,
+    "head_dim": 10,
+    "max_position_embeddings": 64,
+    "num_local_experts": 5,
+    "num_experts_per_tok": 2,
+    "router_aux_loss_coef": 0.3,
+    "sliding_window": 4,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+}
+YARN = {"factor": 8.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False, "original_max_position_embeddings": 16}
 LENGTH = 12
 
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -91,6 +103,19 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "mixtral": MIXTRAL,
     "mixtral, tied, head size, window": MIXTRAL
     | {"tie_word_embeddings": True, "head_dim": 10, "sliding_window": 5, "num_experts_per_tok": 3, "num_key_value_heads": 1},
+    "gpt_oss": OSS,
+    "gpt_oss, yarn, clamped": OSS | {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1.5e5, **YARN}, "swiglu_limit": 0.2},
+    "gpt_oss, tied, no biases, types": OSS
+    | {
+        "num_hidden_layers": 3,
+        "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+        "tie_word_embeddings": True,
+        "attention_bias": False,
+        "num_experts_per_tok": 3,
+        "num_key_value_heads": 1,
+        "swiglu_alpha": 1.2,
+    },
+    "gpt_oss, full attention": OSS | {"layer_types": ["full_attention"] * 2},
 }
 
 
@@ -123,7 +148,7 @@ def test_equals_transformers(name: str) -> None:
     compare(CONFIGS[name], torch.float32, logits=1e-5, loss=1e-6, gradients=1e-4)
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "qwen3_moe", "qwen3_moe, mixed by step", "mixtral"])
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "qwen3_moe", "qwen3_moe, mixed by step", "mixtral", "gpt_oss"])
 def test_equals_transformers_in_float64(name: str) -> None:
     compare(CONFIGS[name], torch.float64, logits=1e-6, loss=1e-7, gradients=1e-5)
 
@@ -145,7 +170,7 @@ def configs(draw: st.DrawFn) -> dict[str, Any]:
         "tie_word_embeddings": draw(st.booleans()),
         "rope_parameters": {"rope_type": "default", "rope_theta": draw(st.sampled_from([100.0, 1e4, 1e6]))},
     }
-    kind = draw(st.sampled_from(["llama", "qwen3", "qwen3_moe", "mixtral"]))
+    kind = draw(st.sampled_from(["llama", "qwen3", "qwen3_moe", "mixtral", "gpt_oss"]))
     out["model_type"] = kind
     if kind != "mixtral":
         out["attention_bias"] = draw(st.booleans())
@@ -163,7 +188,7 @@ def configs(draw: st.DrawFn) -> dict[str, Any]:
             "decoder_sparse_step": draw(st.integers(1, 2)),
             "router_aux_loss_coef": draw(st.sampled_from([0.0, 0.1])),
         }
-    if kind == "mixtral":
+    if kind in ("mixtral", "gpt_oss"):
         experts = draw(st.integers(2, 8))
         out |= {
             "num_local_experts": experts,
@@ -172,6 +197,15 @@ def configs(draw: st.DrawFn) -> dict[str, Any]:
             "sliding_window": draw(st.sampled_from([None, 2, 5, 64])),
             "router_aux_loss_coef": draw(st.sampled_from([0.0, 0.1])),
         }
+    if kind == "gpt_oss":
+        kinds = st.sampled_from(["sliding_attention", "full_attention"])
+        out |= {
+            "sliding_window": draw(st.sampled_from([2, 5, 64])),
+            "layer_types": draw(st.lists(kinds, min_size=out["num_hidden_layers"], max_size=out["num_hidden_layers"])),
+            "swiglu_limit": draw(st.sampled_from([0.1, 7.0])),
+        }
+        if draw(st.booleans()):
+            out["rope_parameters"] = out["rope_parameters"] | {"rope_type": "yarn"} | YARN
     return out
 
 
@@ -202,7 +236,7 @@ def test_config_round_trips(name: str, tmp_path: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["llama, tied, no groups", "llama, head size and biases", "qwen2", "qwen3", "qwen3_moe, mixed by step", "mixtral"]
+    "name", ["llama, tied, no groups", "llama, head size and biases", "qwen2", "qwen3", "qwen3_moe, mixed by step", "mixtral", "gpt_oss"]
 )
 def test_names_are_those_on_disk(name: str, tmp_path: Any) -> None:
     from safetensors import safe_open
