@@ -21,7 +21,15 @@ from xtf.ops import GroupedMM
 from xtf.spec import Init, ParamSpec
 from xtf.stage import Params
 
-_OWN = ("num_local_experts", "num_experts_per_tok", "router_aux_loss_coef", "swiglu_alpha", "swiglu_limit", "attention_bias", "sliding_window")
+_OWN = (
+    "num_local_experts",
+    "num_experts_per_tok",
+    "router_aux_loss_coef",
+    "swiglu_alpha",
+    "swiglu_limit",
+    "attention_bias",
+    "sliding_window",
+)
 _TWICE = ("experts_per_token", "initial_context_length")
 """Fields of published configs that say again what others say."""
 

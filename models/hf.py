@@ -6,6 +6,8 @@ import math
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from xtf.checkpoint.quantised import refused
+
 _BOOKKEEPING = frozenset(
     {
         "architectures",
@@ -106,10 +108,12 @@ def read(config: Mapping[str, Any], *, family: str, model_types: Collection[str]
         known: the fields that it reads, beside those of the rotary embedding.
 
     Returns:
-        ``config`` without bookkeeping, and without fields that are ``None`` (which in transformers stands for a default).
+        ``config`` without bookkeeping and ``quantization_config``, and without fields that are ``None`` (which in transformers
+        stands for a default).
 
     Raises:
-        ValueError: for another ``model_type``, and for a field that is unknown, of a wrong type, or has a value that is not supported.
+        ValueError: for another ``model_type``, and for a field that is unknown, of a wrong type, or has a value that is not supported;
+            for a quantisation that `xtf.load_params` does not read.
 
     Example:
         >>> read({"model_type": "llama", "vocab_size": 8, "use_cache": True}, family="llama", model_types=["llama"], known=["vocab_size"])
@@ -122,6 +126,11 @@ def read(config: Mapping[str, Any], *, family: str, model_types: Collection[str]
     found: dict[str, Any] = {}
     for name, value in config.items():
         if value is None or name in _BOOKKEEPING or name.startswith(("_", "transformers.js")):
+            continue
+        if name == "quantization_config":  # how weights are stored, not what the model is: reading them takes care of it
+            why = refused(config)
+            if why is not None:
+                raise ValueError(f"{family}: {why}")
             continue
         if name in _ONLY:
             if value != _ONLY[name]:

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int, Int32
 from torch import Tensor
 
-from xtf.checkpoint_map import Concat, Named, Source, Stack
+from xtf.checkpoint_map import Concat, Either, Named, Source, Stack
 from xtf.experts import ExpertFn, routed_experts
 from xtf.model import AuxLoss
 from xtf.models import hf
@@ -89,7 +89,7 @@ class Experts(NamedTuple):
 
     Args:
         specs: their parameters, stacked over experts on dim 0, which has the axis ``"expert"``.
-        sources: where each of them is found in a checkpoint.
+        sources: where those are found in a checkpoint that `mixture_sources` does not say.
         compute: what they compute, made of the grouped product of a backend.
     """
 
@@ -127,20 +127,20 @@ def mixture(
         own: experts that are not gated MLPs of inner size F.
     """
     hidden, prefix = config.hidden_size, f"model.layers.{layer}"
-    block = own or _gated(hidden, f"{prefix}.{names.block}.experts", leaves, experts, inner, names)
+    block = own or _gated(config, leaves, experts, inner)
     specs = {
         "norm": leaves.norm(hidden),
         "router": leaves.matrix((experts, hidden), (None, "embed")),  # not "expert": every token needs all of it
         **({"router_bias": leaves.bias(experts, None)} if router_bias else {}),
     }
     of_router = tuple(specs)
+    specs |= block.specs
     sources: dict[str, Source] = {
         "norm": Named(f"{prefix}.post_attention_layernorm.weight"),
-        "router": Named(f"{prefix}.{names.block}.{names.router}.weight"),
+        **mixture_sources(prefix, experts, names),
         "router_bias": Named(f"{prefix}.{names.block}.{names.router}.bias"),
         **block.sources,
     }
-    specs |= block.specs
 
     def stages(ops: Ops, key: Hashable) -> tuple[Stage, ...]:
         name, path = f"layers.{layer}.router", f"layers.{layer}.moe"
@@ -160,18 +160,36 @@ def mixture(
     return Part("moe", specs, {leaf: sources[leaf] for leaf in specs}, stages)
 
 
-def _gated(hidden: int, prefix: str, leaves: Leaves, experts: int, inner: int, names: MixtureNames) -> Experts:
-    """Gated MLPs, of which each matrix is a tensor of its own in a checkpoint."""
-
-    def each(*matrices: str) -> Stack:
-        parts = [[Named(f"{prefix}.{e}.{name}.weight") for name in matrices] for e in range(experts)]
-        return Stack(tuple(part[0] if len(part) == 1 else Concat(tuple(part)) for part in parts))
-
+def _gated(config: DecoderConfig, leaves: Leaves, experts: int, inner: int) -> Experts:
+    """Gated MLPs, found where `mixture_sources` says."""
     specs = {
-        "gate_up": leaves.matrix((experts, 2 * inner, hidden), ("expert", "mlp", "embed")),
-        "down": leaves.matrix((experts, hidden, inner), ("expert", "embed", "mlp")),
+        "gate_up": leaves.matrix((experts, 2 * inner, config.hidden_size), ("expert", "mlp", "embed")),
+        "down": leaves.matrix((experts, config.hidden_size, inner), ("expert", "embed", "mlp")),
     }
-    return Experts(specs, {"gate_up": each(names.gate, names.up), "down": each(names.down)}, expert_mlp)
+    return Experts(specs, {}, expert_mlp)
+
+
+def mixture_sources(prefix: str, experts: int, names: MixtureNames) -> dict[str, Source]:
+    """Where ``router``, ``gate_up`` and ``down`` are found: one tensor for each projection of each expert, as is written; or as
+    transformers holds them in memory, those of a layer in one, ``mlp.experts.gate_up_proj`` (E, 2F, H) and ``down_proj`` (E, H, F).
+
+    Args:
+        prefix: the checkpoint's name of the layer, as ``"model.layers.0"``.
+        experts: E.
+        names: what the block, and the matrices of one expert, are called.
+    """
+    at, fused = f"{prefix}.{names.block}", f"{prefix}.mlp"
+
+    def each(name: str) -> list[Source]:
+        return [Named(f"{at}.experts.{e}.{name}.weight") for e in range(experts)]
+
+    router, held = Named(f"{at}.{names.router}.weight"), Named(f"{fused}.{names.router}.weight")
+    both: list[Source] = [Concat(pair) for pair in zip(each(names.gate), each(names.up), strict=True)]
+    return {
+        "router": router if router == held else Either((router, held)),
+        "gate_up": Either((Stack(tuple(both)), Named(f"{fused}.experts.gate_up_proj"))),
+        "down": Either((Stack(tuple(each(names.down))), Named(f"{fused}.experts.down_proj"))),
+    }
 
 
 def check_experts(name: str, experts: int, top_k: int, coefficient: float) -> None:
