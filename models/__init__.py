@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 
 from xtf.checkpoint.folder import CheckpointError, read_config, read_json
 from xtf.model import Model
+from xtf.models.deepseek_v3 import Config as DeepseekV3Config
+from xtf.models.deepseek_v3 import deepseek_v3
 from xtf.models.llama import Config as LlamaConfig
 from xtf.models.llama import llama
 from xtf.models.presets import PRESETS
@@ -24,7 +26,7 @@ from xtf.models.qwen3 import qwen3
 from xtf.models.qwen3_moe import Config as Qwen3MoeConfig
 from xtf.models.qwen3_moe import qwen3_moe
 
-__all__ = ["FAMILIES", "PRESETS", "Family", "from_hf", "llama", "preset", "qwen3", "qwen3_moe"]
+__all__ = ["FAMILIES", "PRESETS", "Family", "deepseek_v3", "from_hf", "llama", "preset", "qwen3", "qwen3_moe"]
 
 
 class Family(NamedTuple):
@@ -39,6 +41,8 @@ FAMILIES: Mapping[str, Family] = {
     "qwen2": Family(LlamaConfig, llama),
     "qwen3": Family(Qwen3Config, qwen3),
     "qwen3_moe": Family(Qwen3MoeConfig, qwen3_moe),
+    "deepseek_v3": Family(DeepseekV3Config, deepseek_v3),
+    "kimi_k2": Family(DeepseekV3Config, deepseek_v3),
 }
 """The family of each ``model_type``."""
 

@@ -42,6 +42,26 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "norm_topk_prob": True,
         "router_aux_loss_coef": 0.1,
     },
+    "deepseek_v3": SIZES
+    | {
+        "model_type": "deepseek_v3",
+        "num_hidden_layers": 3,
+        "first_k_dense_replace": 1,
+        "initializer_range": 0.3,
+        "max_position_embeddings": 64,
+        "q_lora_rank": 9,
+        "kv_lora_rank": 8,
+        "qk_nope_head_dim": 5,
+        "qk_rope_head_dim": 4,
+        "v_head_dim": 6,
+        "moe_intermediate_size": 7,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "n_shared_experts": 2,
+        "n_group": 4,
+        "topk_group": 2,
+        "routed_scaling_factor": 1.5,
+    },
 }
 FAMILIES = list(CONFIGS)
 
@@ -144,6 +164,7 @@ def test_layers_of_equal_shape_share_a_key(name: str) -> None:
         "qwen2": [1, 1, 1, 1, 1, 2],  # one layer has a window
         "qwen3": [1, 1, 1, 2, 2],
         "qwen3_moe": [1, 1, 1, 1, 2, 2, 3],
+        "deepseek_v3": [1, 1, 1, 1, 2, 2, 2, 3],
     }
     assert shared == expected[name]
     others = {stage.key for ops in (REFERENCE,) for stage in small(name).build(ops)}
@@ -168,7 +189,7 @@ def vjp_of(stage: Any) -> Any:
 
 
 def compiled_equals_eager(name: str, backend: str) -> None:
-    model = small(name, torch.float32, z_loss=0.1)
+    model = small(name, torch.float32, z_loss=0.1, **({"sequence_loss": 0.1} if name == "deepseek_v3" else {}))
     params, seen = tree.items(model.init(0)), set()
     consts = model.pack(batch_of([4, 4, 7])) | {"normalizer": torch.tensor(0.1)}
     values: dict[str, Tensor] = {}
@@ -192,7 +213,9 @@ def compiled_equals_eager(name: str, backend: str) -> None:
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["qwen2", "qwen3_moe"])  # between them they have every kind of stage, with and without windows
+@pytest.mark.parametrize(
+    "name", ["qwen2", "qwen3_moe", "deepseek_v3"]
+)  # between them they have every kind of stage, with and without windows
 def test_stages_trace_without_breaks(name: str) -> None:
     compiled_equals_eager(name, "aot_eager")
 
@@ -339,6 +362,11 @@ def test_counts_of_published_models() -> None:
     assert total == 30_532_122_624 and round(active / 1e9, 1) == 3.4
     total, active = models.preset("qwen3-235b-a22b").param_count()
     assert total == 235_093_634_560 and round(active / 1e9) == 22
+    # of these the authors count active parameters without the embedding, of which a token looks up one row
+    for name, want, active_billions in (("deepseek-v3", 671_026_419_200, 37), ("kimi-k2", 1_026_408_232_448, 32)):
+        total, active = models.preset(name).param_count()
+        config = models.PRESETS[name]
+        assert total == want and round((active - config.vocab_size * config.hidden_size) / 1e9) == active_billions, name
 
 
 @pytest.mark.parametrize("name", models.PRESETS)
@@ -346,10 +374,12 @@ def test_presets_are_what_transformers_reads(name: str) -> None:
     model = models.preset(name)
     assert models.from_hf(model.hf_config).config == model.config and hash(model.config) is not None
     fields = dict(model.hf_config)
-    theirs = transformers.AutoConfig.for_model(fields.pop("model_type"), **fields)
+    kind = fields.pop("model_type").replace("kimi_k2", "deepseek_v3")  # which transformers does not know by this name
+    theirs = transformers.AutoConfig.for_model(kind, **fields)
     with torch.device("meta"):
         reference = transformers.AutoModelForCausalLM.from_config(theirs)
-    assert sum(p.numel() for p in reference.parameters()) == model.param_count()[0]
+    corrections = [b for name, b in reference.named_buffers() if name.endswith("e_score_correction_bias")]
+    assert sum(p.numel() for p in [*reference.parameters(), *corrections]) == model.param_count()[0]
 
 
 def test_initial_values() -> None:
@@ -397,6 +427,21 @@ def test_initial_values() -> None:
         ("qwen3_moe", {"shared_expert_intermediate_size": 8}, "shared_expert_intermediate_size=8"),
         ("qwen3_moe", {"mlp_only_layers": [3]}, r"mlp_only_layers has \[3\]"),
         ("qwen3_moe", {"moe_intermediate_size": None}, "needs the config field 'moe_intermediate_size'"),
+        ("deepseek_v3", {"n_group": 3}, "n_group=3 must cut n_routed_experts=8"),
+        ("deepseek_v3", {"topk_group": 5}, "topk_group=5 is more than n_group=4"),
+        ("deepseek_v3", {"topk_group": 1}, "top_k=3 is more than the 2 experts of the groups"),
+        ("deepseek_v3", {"num_experts_per_tok": 9}, "num_experts_per_tok=9 is more than n_routed_experts=8"),
+        ("deepseek_v3", {"num_key_value_heads": 2}, "num_key_value_heads=2 must be num_attention_heads=4"),
+        ("deepseek_v3", {"qk_head_dim": 8}, "qk_head_dim=8 must be qk_nope_head_dim"),
+        ("deepseek_v3", {"head_dim": 8}, "head_dim=8 must be qk_rope_head_dim=4"),
+        ("deepseek_v3", {"qk_rope_head_dim": 3}, "head_dim=3 must be even"),
+        ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func='softmax' in the config; only 'sigmoid'"),
+        ("deepseek_v3", {"topk_method": "greedy"}, "topk_method='greedy'"),
+        ("deepseek_v3", {"moe_layer_freq": 2}, "moe_layer_freq=2"),
+        ("deepseek_v3", {"kv_lora_rank": None}, "needs the config field 'kv_lora_rank'"),
+        ("deepseek_v3", {"n_group": None}, "needs the config field 'n_group'"),
+        ("deepseek_v3", {"q_lora_rank": 0}, "q_lora_rank=0; expected an integer of at least 1"),
+        ("deepseek_v3", {"sliding_window": 8}, "does not know the config field sliding_window=8"),
     ],
 )
 def test_what_is_not_supported_is_refused_by_name(name: str, change: dict[str, Any], message: str) -> None:
@@ -407,6 +452,69 @@ def test_what_is_not_supported_is_refused_by_name(name: str, change: dict[str, A
 def test_bookkeeping_is_passed_over() -> None:
     extra = {"transformers_version": "5.0", "torch_dtype": "bfloat16", "use_cache": True, "sep_token_id": 1, "_name_or_path": "x"}
     assert models.from_hf(CONFIGS["llama"] | extra | {"rope_interleaved": False, "mystery": None}).config == small("llama").config
+
+
+def test_deepseek_config_as_published() -> None:
+    """The fields of the ``config.json`` that its authors publish, which is not what transformers writes."""
+    published = {
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV3Config"},
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+        "ep_size": 1,
+        "first_k_dense_replace": 3,
+        "hidden_act": "silu",
+        "hidden_size": 7168,
+        "initializer_range": 0.02,
+        "intermediate_size": 18432,
+        "kv_lora_rank": 512,
+        "max_position_embeddings": 163840,
+        "model_type": "deepseek_v3",
+        "moe_intermediate_size": 2048,
+        "moe_layer_freq": 1,
+        "n_group": 8,
+        "n_routed_experts": 256,
+        "n_shared_experts": 1,
+        "norm_topk_prob": True,
+        "num_attention_heads": 128,
+        "num_experts_per_tok": 8,
+        "num_hidden_layers": 61,
+        "num_key_value_heads": 128,
+        "num_nextn_predict_layers": 1,
+        "q_lora_rank": 1536,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]},
+        "rms_norm_eps": 1e-06,
+        "rope_scaling": {
+            "beta_fast": 32,
+            "beta_slow": 1,
+            "factor": 40,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "original_max_position_embeddings": 4096,
+            "type": "yarn",
+        },
+        "rope_theta": 10000,
+        "routed_scaling_factor": 2.5,
+        "scoring_func": "sigmoid",
+        "tie_word_embeddings": False,
+        "topk_group": 4,
+        "topk_method": "noaux_tc",
+        "torch_dtype": "bfloat16",
+        "transformers_version": "4.33.1",
+        "use_cache": True,
+        "v_head_dim": 128,
+        "vocab_size": 129280,
+    }
+    assert models.from_hf(published).config == models.PRESETS["deepseek-v3"]
+    other = models.from_hf(published | {"model_type": "kimi_k2"})
+    assert other.hf_config["model_type"] == "kimi_k2" and models.from_hf(other.hf_config).family == "deepseek_v3"
+    without = {name: value for name, value in published.items() if name != "q_lora_rank"}
+    with pytest.raises(ValueError, match="needs the config field 'q_lora_rank'"):
+        models.from_hf(without)
 
 
 def test_unknown_names_list_known_ones() -> None:

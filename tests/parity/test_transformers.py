@@ -28,6 +28,27 @@ MOE = QWEN3 | {
     "norm_topk_prob": True,
     "router_aux_loss_coef": 0.3,
 }
+DEEPSEEK = COMMON | {
+    "model_type": "deepseek_v3",
+    "num_key_value_heads": 4,
+    "num_hidden_layers": 3,
+    "first_k_dense_replace": 1,
+    "q_lora_rank": 14,
+    "kv_lora_rank": 10,
+    "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 5,
+    "moe_intermediate_size": 12,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "n_shared_experts": 2,
+    "n_group": 4,
+    "topk_group": 2,
+    "routed_scaling_factor": 2.5,
+    "rms_norm_eps": 1e-5,  # not that of latents
+    "max_position_embeddings": 64,
+}
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 8, "mscale": 0.7, "mscale_all_dim": 1.0}
 LENGTH = 12
 
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -87,6 +108,12 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "qwen3_moe, mixed by step": MOE | {"num_hidden_layers": 3, "decoder_sparse_step": 2},
     "qwen3_moe, mixed by list": MOE | {"num_hidden_layers": 3, "mlp_only_layers": [0], "tie_word_embeddings": True},
     "qwen3_moe, one expert, window": MOE | {"num_experts": 5, "num_experts_per_tok": 1, "use_sliding_window": True, "sliding_window": 5},
+    "deepseek_v3": DEEPSEEK,
+    "deepseek_v3, direct queries, halves": DEEPSEEK | {"q_lora_rank": None, "rope_interleave": False, "n_group": 1, "topk_group": 1},
+    "deepseek_v3, yarn beyond the context": DEEPSEEK | {"rope_parameters": YARN},
+    "deepseek_v3, yarn, mscale of the scores": DEEPSEEK | {"rope_parameters": YARN | {"mscale": 1.0, "beta_fast": 1, "beta_slow": 1}},
+    "deepseek_v3, biases, weights as they are": DEEPSEEK | {"attention_bias": True, "norm_topk_prob": False, "tie_word_embeddings": True},
+    "deepseek_v3, all dense": DEEPSEEK | {"first_k_dense_replace": 3},
 }
 
 
@@ -102,7 +129,7 @@ def compare(hf_config: dict[str, Any], dtype: torch.dtype, logits: float, loss: 
     reference = hf_models.build(hf_config, dtype)
     params = hf_models.parameters(model, reference)
     ids = torch.randint(hf_config["vocab_size"], (3, LENGTH), generator=torch.Generator().manual_seed(1))
-    sparse = {"output_router_logits": True} if model.aux else {}
+    sparse = {"output_router_logits": True} if options else {}
     want = reference(input_ids=ids, labels=ids, **sparse)
     want.loss.backward()
     near(model.logits(params, ids), want.logits.detach(), logits, "logits")
@@ -141,7 +168,7 @@ def configs(draw: st.DrawFn) -> dict[str, Any]:
         "tie_word_embeddings": draw(st.booleans()),
         "rope_parameters": {"rope_type": "default", "rope_theta": draw(st.sampled_from([100.0, 1e4, 1e6]))},
     }
-    kind = draw(st.sampled_from(["llama", "qwen3", "qwen3_moe"]))
+    kind = draw(st.sampled_from(["llama", "qwen3", "qwen3_moe", "deepseek_v3"]))
     out |= {"model_type": kind, "attention_bias": draw(st.booleans())}
     if kind == "llama":
         out["mlp_bias"] = draw(st.booleans())
@@ -156,6 +183,27 @@ def configs(draw: st.DrawFn) -> dict[str, Any]:
             "norm_topk_prob": top_k > 1 and draw(st.booleans()),
             "decoder_sparse_step": draw(st.integers(1, 2)),
             "router_aux_loss_coef": draw(st.sampled_from([0.0, 0.1])),
+        }
+    if kind == "deepseek_v3":
+        groups, each = draw(st.integers(1, 3)), draw(st.integers(2, 4))
+        kept = draw(st.integers(1, groups))
+        del out["head_dim"]
+        out |= {
+            "num_key_value_heads": heads,
+            "q_lora_rank": draw(st.sampled_from([None, 7])),
+            "kv_lora_rank": draw(st.integers(1, 9)),
+            "qk_nope_head_dim": draw(st.integers(1, 7)),
+            "qk_rope_head_dim": size,
+            "v_head_dim": draw(st.integers(1, 7)),
+            "n_routed_experts": groups * each,
+            "n_group": groups,
+            "topk_group": kept,
+            "num_experts_per_tok": draw(st.integers(2, kept * each)),
+            "n_shared_experts": draw(st.integers(1, 2)),
+            "moe_intermediate_size": draw(st.integers(1, 20)),
+            "norm_topk_prob": draw(st.booleans()),
+            "routed_scaling_factor": draw(st.sampled_from([1.0, 2.5])),
+            "first_k_dense_replace": draw(st.integers(0, 2)),
         }
     return out
 
@@ -186,7 +234,10 @@ def test_config_round_trips(name: str, tmp_path: Any) -> None:
     assert models.from_hf(tmp_path).config == model.config
 
 
-@pytest.mark.parametrize("name", ["llama, tied, no groups", "llama, head size and biases", "qwen2", "qwen3", "qwen3_moe, mixed by step"])
+SAVED = ("llama, tied, no groups", "llama, head size and biases", "qwen2", "qwen3", "qwen3_moe, mixed by step", "deepseek_v3")
+
+
+@pytest.mark.parametrize("name", [*SAVED, "deepseek_v3, biases, weights as they are"])
 def test_names_are_those_on_disk(name: str, tmp_path: Any) -> None:
     from safetensors import safe_open
 
@@ -200,9 +251,10 @@ def test_names_are_those_on_disk(name: str, tmp_path: Any) -> None:
     assert set(model.sources) == set(tree.paths(model.specs))
 
 
-def test_packed_documents_equal_transformers_one_by_one() -> None:
-    model = models.from_hf(QWEN3)
-    reference = hf_models.build(QWEN3, torch.float32)
+@pytest.mark.parametrize("config", [QWEN3, DEEPSEEK], ids=["qwen3", "deepseek_v3"])
+def test_packed_documents_equal_transformers_one_by_one(config: dict[str, Any]) -> None:
+    model = models.from_hf(config)
+    reference = hf_models.build(config, torch.float32)
     ids = torch.randint(37, (1, 10), generator=torch.Generator().manual_seed(0))
     documents = torch.tensor([[4, 4, 4, 0, 7, 7, 7, 7, 7, 7]])
     got = model.logits(hf_models.parameters(model, reference), ids, document_ids=documents)

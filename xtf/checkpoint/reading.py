@@ -185,6 +185,7 @@ def _check(
         if head in tensors and head not in wanted and embedding in wanted and tensors[head].shape != wanted[embedding]:
             misshapen[head] = f"{head}: the checkpoint has {tensors[head].shape}, the tied embedding is {wanted[embedding]}"
     missing = [name for name in wanted if name not in tensors]
+    ignore = [*ignore, *_further_tokens(model)]
     allowed = {head for head, embedding in _TIED.items() if embedding in wanted}
     extra = [
         name for name in tensors
@@ -204,6 +205,13 @@ def _check(
         lines.append(f"  {folder / CONFIG} says the weights are quantised; only plain weights are read: dequantise them first")
     lines.append("  was the model made from this folder's config.json? Extras that do not matter can be named in ignore=[...]")
     raise CheckpointError("\n".join(lines), missing=missing, extra=extra, misshapen=list(misshapen))
+
+
+def _further_tokens(model: Described) -> list[re.Pattern[str]]:
+    """The names of modules that predict further tokens (DeepSeek-V3's ``num_nextn_predict_layers``): they stand after the last layer,
+    and may be in a checkpoint of a model that has none."""
+    layers, extra = (model.hf_config.get(name) or 0 for name in ("num_hidden_layers", "num_nextn_predict_layers"))
+    return [re.compile(rf"model\.layers\.{layers + i}\..*") for i in range(extra)]
 
 
 def _check_tied(model: Described, tensors: Mapping[str, _Tensor], blocks: Mapping[Path, Sequence[Range]]) -> None:
