@@ -18,6 +18,8 @@ from xtf.checkpoint.folder import CheckpointError, read_config, read_json
 from xtf.model import Model
 from xtf.models.deepseek_v3 import Config as DeepseekV3Config
 from xtf.models.deepseek_v3 import deepseek_v3
+from xtf.models.glm4_moe import Config as Glm4MoeConfig
+from xtf.models.glm4_moe import glm4_moe
 from xtf.models.llama import Config as LlamaConfig
 from xtf.models.llama import llama
 from xtf.models.presets import PRESETS
@@ -26,7 +28,7 @@ from xtf.models.qwen3 import qwen3
 from xtf.models.qwen3_moe import Config as Qwen3MoeConfig
 from xtf.models.qwen3_moe import qwen3_moe
 
-__all__ = ["FAMILIES", "PRESETS", "Family", "deepseek_v3", "from_hf", "llama", "preset", "qwen3", "qwen3_moe"]
+__all__ = ["FAMILIES", "PRESETS", "Family", "deepseek_v3", "from_hf", "glm4_moe", "llama", "preset", "qwen3", "qwen3_moe"]
 
 
 class Family(NamedTuple):
@@ -43,6 +45,7 @@ FAMILIES: Mapping[str, Family] = {
     "qwen3_moe": Family(Qwen3MoeConfig, qwen3_moe),
     "deepseek_v3": Family(DeepseekV3Config, deepseek_v3),
     "kimi_k2": Family(DeepseekV3Config, deepseek_v3),
+    "glm4_moe": Family(Glm4MoeConfig, glm4_moe),
 }
 """The family of each ``model_type``."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from xtf.models.common import DecoderConfig
 from xtf.models.deepseek_v3 import Config as DeepseekV3
+from xtf.models.glm4_moe import Config as Glm4Moe
 from xtf.models.llama import Config as Llama
 from xtf.models.qwen3 import Config as Qwen3
 from xtf.models.qwen3_moe import Config as Qwen3Moe
@@ -139,6 +140,43 @@ PRESETS: dict[str, DecoderConfig] = {
         first_k_dense_replace=1,
         max_position_embeddings=131072,
         rope=_deepseek_rope(5e4, 32.0, 1.0),
+    ),
+    "glm-4.5": Glm4Moe(
+        vocab_size=151552,
+        hidden_size=5120,
+        intermediate_size=12288,
+        moe_intermediate_size=1536,
+        num_hidden_layers=92,
+        num_attention_heads=96,
+        num_key_value_heads=8,
+        head_dim=128,
+        n_routed_experts=160,
+        num_experts_per_tok=8,
+        routed_scaling_factor=2.5,
+        first_k_dense_replace=3,
+        attention_bias=True,
+        use_qk_norm=True,
+        num_nextn_predict_layers=1,
+        rms_norm_eps=1e-5,
+        max_position_embeddings=131072,
+        rope=Rope(theta=1e6),
+    ),
+    "glm-4.5-air": Glm4Moe(
+        vocab_size=151552,
+        hidden_size=4096,
+        intermediate_size=10944,
+        moe_intermediate_size=1408,
+        num_hidden_layers=46,
+        num_attention_heads=96,
+        num_key_value_heads=8,
+        head_dim=128,
+        n_routed_experts=128,
+        num_experts_per_tok=8,
+        attention_bias=True,
+        num_nextn_predict_layers=1,
+        rms_norm_eps=1e-5,
+        max_position_embeddings=131072,
+        rope=Rope(theta=1e6),
     ),
     "tiny-moe": Qwen3Moe(  # of `xtf train`: the vocabulary is that of `xtf.data.demo_tokenizer`
         vocab_size=2048,

@@ -62,6 +62,18 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "topk_group": 2,
         "routed_scaling_factor": 1.5,
     },
+    "glm4_moe": DENSE
+    | {
+        "model_type": "glm4_moe",
+        "head_dim": 8,
+        "first_k_dense_replace": 1,
+        "attention_bias": True,
+        "moe_intermediate_size": 7,
+        "n_routed_experts": 5,
+        "num_experts_per_tok": 2,
+        "n_shared_experts": 1,
+        "routed_scaling_factor": 1.5,
+    },
 }
 FAMILIES = list(CONFIGS)
 
@@ -165,6 +177,7 @@ def test_layers_of_equal_shape_share_a_key(name: str) -> None:
         "qwen3": [1, 1, 1, 2, 2],
         "qwen3_moe": [1, 1, 1, 1, 2, 2, 3],
         "deepseek_v3": [1, 1, 1, 1, 2, 2, 2, 3],
+        "glm4_moe": [1, 1, 1, 1, 1, 1, 1, 2],
     }
     assert shared == expected[name]
     others = {stage.key for ops in (REFERENCE,) for stage in small(name).build(ops)}
@@ -254,6 +267,41 @@ def test_dispatch_and_combine_undo_each_other() -> None:
     rows = torch.randn(3, 7, dtype=torch.float64)
     weights = torch.rand(3, 2, dtype=torch.float64)
     near(experts.combine(rows[order.tokens], weights, order), rows * weights.sum(1, keepdim=True), 1e-15)
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "glm4_moe"])
+def test_shared_experts_are_added(name: str) -> None:
+    """Without them the model is what it is with shared experts that give nothing."""
+    model, without = small(name), models.from_hf(CONFIGS[name] | {"n_shared_experts": 0}, dtype=torch.float64)
+    params, batch = model.init(0), batch_of([9, 4])
+    silent = tree.map_with_path(lambda path, leaf: torch.zeros_like(leaf) if path.endswith("shared_down") else leaf, params)
+    fewer = tree.from_items(without.specs, {path: tree.items(params)[path] for path in tree.paths(without.specs)})
+    near(model.loss(silent, batch), without.loss(fewer, batch), 1e-15)
+    assert (model.loss(params, batch) - without.loss(fewer, batch)).abs() > 1e-4
+    kinds = [stage.kind for stage in model.build(REFERENCE) if stage.name.startswith("layers.1.")]
+    assert kinds == ["attention", "router", "shared", "experts"]
+    assert "shared" not in [stage.kind for stage in without.build(REFERENCE)]
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "glm4_moe"])
+def test_balance_of_documents_is_a_stage_of_its_own(name: str) -> None:
+    """The loss of documents packed together is that of each, weighted by its tokens; padding does not count."""
+    model = small(name, sequence_loss=0.3, bias_update_speed=0.0)
+    plain = small(name)
+    assert model.aux is not None and model.update is None and plain.update is not None
+    assert [stage.kind for stage in model.build(REFERENCE)].count("statistics") == len(model.config.sparse_layers)
+    params, lengths = model.init(0), [5, 1, 8]
+    batch = batch_of(lengths)
+    batch["document_ids"] = torch.cat([batch["document_ids"], torch.full((1, 3), -1)], 1)
+    batch |= {key: torch.cat([batch[key], torch.zeros(1, 3, dtype=torch.int64)], 1) for key in ("input_ids", "labels")}
+    whole, metrics = model.aux(*stats_of(model, params, batch))
+    want = torch.zeros((), dtype=torch.float64)
+    for begin, n in zip((0, 5, 6), lengths, strict=True):
+        part = {key: value[:, begin : begin + n] for key, value in batch.items()}
+        want += n / 14 * model.aux(*stats_of(model, params, part))[0]
+    near(whole, want, 1e-14)
+    assert metrics["router_sequence_balance"].shape == (len(model.config.sparse_layers),)
+    near(model.loss(params, batch) - plain.loss(params, batch), whole, 1e-12)
 
 
 def test_experts_are_the_formula() -> None:
@@ -362,11 +410,16 @@ def test_counts_of_published_models() -> None:
     assert total == 30_532_122_624 and round(active / 1e9, 1) == 3.4
     total, active = models.preset("qwen3-235b-a22b").param_count()
     assert total == 235_093_634_560 and round(active / 1e9) == 22
-    # of these the authors count active parameters without the embedding, of which a token looks up one row
-    for name, want, active_billions in (("deepseek-v3", 671_026_419_200, 37), ("kimi-k2", 1_026_408_232_448, 32)):
+    published = {  # total, active in billions, and how many of embedding and head their authors leave out of the active ones
+        "deepseek-v3": (671_026_419_200, 37, 1),
+        "kimi-k2": (1_026_408_232_448, 32, 1),
+        "glm-4.5": (352_797_829_024, 32, 2),
+        "glm-4.5-air": (106_852_251_264, 12, 2),
+    }
+    for name, (want, billions, left_out) in published.items():
         total, active = models.preset(name).param_count()
         config = models.PRESETS[name]
-        assert total == want and round((active - config.vocab_size * config.hidden_size) / 1e9) == active_billions, name
+        assert total == want and round((active - left_out * config.vocab_size * config.hidden_size) / 1e9) == billions, name
 
 
 @pytest.mark.parametrize("name", models.PRESETS)
@@ -441,6 +494,11 @@ def test_initial_values() -> None:
         ("deepseek_v3", {"kv_lora_rank": None}, "needs the config field 'kv_lora_rank'"),
         ("deepseek_v3", {"n_group": None}, "needs the config field 'n_group'"),
         ("deepseek_v3", {"q_lora_rank": 0}, "q_lora_rank=0; expected an integer of at least 1"),
+        ("glm4_moe", {"partial_rotary_factor": 0.4}, "partial_rotary_factor=0.4 of head_dim=8 is 3 dims"),
+        ("glm4_moe", {"partial_rotary_factor": 2}, "partial_rotary_factor=2 of head_dim=8"),
+        ("glm4_moe", {"use_qk_norm": 1}, "use_qk_norm=1 is a int; expected true or false"),
+        ("glm4_moe", {"n_shared_experts": None}, "needs the config field 'n_shared_experts'"),
+        ("glm4_moe", {"scoring_func": "sigmoid"}, "does not know the config field scoring_func='sigmoid'"),
         ("deepseek_v3", {"sliding_window": 8}, "does not know the config field sliding_window=8"),
     ],
 )
@@ -578,6 +636,16 @@ def test_bad_options_are_refused(options: dict[str, Any], message: str) -> None:
     for family in FAMILIES:
         with pytest.raises(ValueError, match=r"dtype='bfloat16', a str; expected a torch\.dtype, as torch\.bfloat16"):
             small(family, name)
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "glm4_moe"])
+@pytest.mark.parametrize("option", ["z_loss", "router_z_loss", "balance_loss", "sequence_loss", "bias_update_speed"])
+def test_bad_coefficients_are_refused(name: str, option: str) -> None:
+    options: dict[str, Any] = {option: -0.5}
+    with pytest.raises(ValueError, match=rf"{option}=-0\.5"):
+        small(name, **options)
+    with pytest.raises(ValueError, match=f"{name} got aux='pooled'"):
+        small(name, aux="pooled")
 
 
 def test_z_loss_is_added() -> None:

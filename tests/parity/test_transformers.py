@@ -49,6 +49,21 @@ DEEPSEEK = COMMON | {
     "max_position_embeddings": 64,
 }
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 8, "mscale": 0.7, "mscale_all_dim": 1.0}
+GLM = COMMON | {
+    "model_type": "glm4_moe",
+    "num_key_value_heads": 2,
+    "head_dim": 12,
+    "num_hidden_layers": 3,
+    "first_k_dense_replace": 1,
+    "attention_bias": True,
+    "use_qk_norm": True,
+    "moe_intermediate_size": 12,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "n_shared_experts": 1,
+    "routed_scaling_factor": 2.5,
+    "max_position_embeddings": 64,
+}
 LENGTH = 12
 
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -113,6 +128,16 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "deepseek_v3, yarn beyond the context": DEEPSEEK | {"rope_parameters": YARN},
     "deepseek_v3, yarn, mscale of the scores": DEEPSEEK | {"rope_parameters": YARN | {"mscale": 1.0, "beta_fast": 1, "beta_slow": 1}},
     "deepseek_v3, biases, weights as they are": DEEPSEEK | {"attention_bias": True, "norm_topk_prob": False, "tie_word_embeddings": True},
+    "glm4_moe": GLM,
+    "glm4_moe, groups, no biases, no norms of heads": GLM
+    | {"n_group": 4, "topk_group": 2, "attention_bias": False, "use_qk_norm": False, "n_shared_experts": 2, "norm_topk_prob": False},
+    "glm4_moe, a third is rotated": GLM | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1 / 3}},
+    "glm4_moe, yarn, the older layout": GLM
+    | {
+        "rope_theta": 1e4,
+        "rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8},
+        "partial_rotary_factor": 1.0,
+    },
     "deepseek_v3, all dense": DEEPSEEK | {"first_k_dense_replace": 3},
 }
 
@@ -168,7 +193,7 @@ def configs(draw: st.DrawFn) -> dict[str, Any]:
         "tie_word_embeddings": draw(st.booleans()),
         "rope_parameters": {"rope_type": "default", "rope_theta": draw(st.sampled_from([100.0, 1e4, 1e6]))},
     }
-    kind = draw(st.sampled_from(["llama", "qwen3", "qwen3_moe", "deepseek_v3"]))
+    kind = draw(st.sampled_from(["llama", "qwen3", "qwen3_moe", "deepseek_v3", "glm4_moe"]))
     out |= {"model_type": kind, "attention_bias": draw(st.booleans())}
     if kind == "llama":
         out["mlp_bias"] = draw(st.booleans())
@@ -185,8 +210,6 @@ def configs(draw: st.DrawFn) -> dict[str, Any]:
             "router_aux_loss_coef": draw(st.sampled_from([0.0, 0.1])),
         }
     if kind == "deepseek_v3":
-        groups, each = draw(st.integers(1, 3)), draw(st.integers(2, 4))
-        kept = draw(st.integers(1, groups))
         del out["head_dim"]
         out |= {
             "num_key_value_heads": heads,
@@ -195,6 +218,13 @@ def configs(draw: st.DrawFn) -> dict[str, Any]:
             "qk_nope_head_dim": draw(st.integers(1, 7)),
             "qk_rope_head_dim": size,
             "v_head_dim": draw(st.integers(1, 7)),
+        }
+    if kind == "glm4_moe":
+        out |= {"head_dim": 2 * size, "use_qk_norm": draw(st.booleans())}
+    if kind in ("deepseek_v3", "glm4_moe"):
+        groups, each = draw(st.integers(1, 3)), draw(st.integers(2, 4))
+        kept = draw(st.integers(1, groups))
+        out |= {
             "n_routed_experts": groups * each,
             "n_group": groups,
             "topk_group": kept,
@@ -234,7 +264,7 @@ def test_config_round_trips(name: str, tmp_path: Any) -> None:
     assert models.from_hf(tmp_path).config == model.config
 
 
-SAVED = ("llama, tied, no groups", "llama, head size and biases", "qwen2", "qwen3", "qwen3_moe, mixed by step", "deepseek_v3")
+SAVED = ("llama, tied, no groups", "llama, head size and biases", "qwen2", "qwen3", "qwen3_moe, mixed by step", "deepseek_v3", "glm4_moe")
 
 
 @pytest.mark.parametrize("name", [*SAVED, "deepseek_v3, biases, weights as they are"])
