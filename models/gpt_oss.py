@@ -16,7 +16,8 @@ from xtf.model import Model
 from xtf.models import hf, windows
 from xtf.models.common import SHARED, DecoderConfig, Leaves, Part, attention, check_count, check_dtype, shared_from_hf, shared_to_hf
 from xtf.models.decoder import decoder
-from xtf.models.moe import Experts, MixtureNames, check_experts, check_options, mixture, router_loss
+from xtf.models.moe import Experts, MixtureNames, check_experts, check_options, mixture
+from xtf.models.routers import Router, router_loss
 from xtf.ops import GroupedMM
 from xtf.spec import Init, ParamSpec
 from xtf.stage import Params
@@ -195,20 +196,18 @@ def gpt_oss(
     check_dtype(dtype, "gpt_oss")
     check_options("gpt_oss", aux, router_z_loss)
     leaves = Leaves(dtype, config.initializer_range)
-    experts, top_k, inner, bias = config.num_local_experts, config.num_experts_per_tok, config.intermediate_size, config.attention_bias
+    bias, inner = config.attention_bias, config.intermediate_size
+    router = Router(config.num_local_experts, config.num_experts_per_tok, bias=True)  # the softmax over the chosen
 
     def second(i: int) -> Part:
-        own = _experts(config, i, leaves)
-        return mixture(
-            config, i, leaves, experts=experts, top_k=top_k, inner=inner, normalize=True, router_bias=True, names=_NAMES, own=own
-        )
+        return mixture(config, i, leaves, router=router, inner=inner, names=_NAMES, own=_experts(config, i, leaves))
 
     layers = [
         (attention(config, i, leaves, window=window, qkv_bias=bias, output_bias=bias, sinks=True), second(i))
         for i, window in enumerate(windows.by_layer(config.sliding_window, config.layer_types, config.num_hidden_layers))
     ]
     coefficient, every, pooled = config.router_aux_loss_coef, range(len(layers)), aux == "pooled"
-    loss = router_loss(every, top_k=top_k, coefficient=coefficient, z_coefficient=router_z_loss, pooled=pooled) if layers else None
+    loss = router_loss(every, top_k=router.top_k, coefficient=coefficient, z_coefficient=router_z_loss, pooled=pooled) if layers else None
     return decoder(
         "gpt_oss",
         config,
@@ -218,7 +217,7 @@ def gpt_oss(
         z_loss=z_loss,
         aux=loss,
         aux_scope="step" if aux == "step" else "microbatch",
-        active_fraction=top_k / experts,
+        active_fraction=router.top_k / router.experts,
     )
 
 
