@@ -18,7 +18,7 @@ from torch import Tensor
 
 from xtf.checkpoint_map import Named, Source
 from xtf.models import hf
-from xtf.models.rope import Rope, rotate
+from xtf.models.rope import Rope, rotate, rotate_first
 from xtf.ops import Ops
 from xtf.spec import Init, ParamSpec
 from xtf.stage import Lower, Pair, Params, Stage, StageFn, Values
@@ -89,8 +89,13 @@ class DecoderConfig:
             raise ValueError(f"head_dim={self.head_dim} must be even: its halves are rotated together")
         for name in ("short_factor", "long_factor"):
             factors = getattr(self.rope, name)
-            if factors is not None and len(factors) != self.head_dim // 2:
-                raise ValueError(f"rope {name} has {len(factors)} numbers; head_dim={self.head_dim} needs {self.head_dim // 2}")
+            if factors is not None and len(factors) != self.rotary_dim // 2:
+                raise ValueError(f"rope {name} has {len(factors)} numbers; head_dim={self.head_dim} needs {self.rotary_dim // 2}")
+
+    @property
+    def rotary_dim(self) -> int:
+        """Dims of a head that are rotated; the rest of it stays as it is."""
+        return self.head_dim
 
 
 def check_count(config: Any, name: str, least: int) -> None:
@@ -260,15 +265,18 @@ def attention(
 
     def stages(ops: Ops, key: Hashable) -> tuple[Stage, ...]:
         name = f"layers.{layer}.attention"
-        fn = attention_fn(size, config.rms_norm_eps, window, head_norms, ops)
+        turn = rotate if config.rotary_dim == size else rotate_first
+        fn = attention_fn(size, config.rms_norm_eps, window, head_norms, ops, turn)
         consts = ("cos", "sin", "cu_seqlens")
         return (Stage(name, "attention", fn, (key, "attention", window), _own(name, specs), ("x",), ("x",), consts),)
 
     return Part("attention", specs, sources, stages)
 
 
-def attention_fn(size: int, eps: float, window: int | None, head_norms: bool, ops: Ops) -> StageFn:
-    """The function of an attention stage: ``(params, x (T, H), *, cos, sin, cu_seqlens) -> (x,)``."""
+def attention_fn(
+    size: int, eps: float, window: int | None, head_norms: bool, ops: Ops, turn: Callable[[Tensor, Tensor, Tensor], Tensor] = rotate
+) -> StageFn:
+    """The function of an attention stage: ``(params, x (T, H), *, cos, sin, cu_seqlens) -> (x,)``; ``turn`` rotates heads."""
 
     def normed(params: Params, name: str, heads: Float[Tensor, "T heads D"]) -> Float[Tensor, "T heads D"]:
         return rms_norm(heads, params[name], eps)
@@ -288,7 +296,7 @@ def attention_fn(size: int, eps: float, window: int | None, head_norms: bool, op
     ) -> tuple[Float[Tensor, "T H"]]:
         h = rms_norm(x, params["norm"], eps)
         q, k, v = (rearrange(linear(params, name, h), "T (heads D) -> T heads D", D=size) for name in ("q", "k", "v"))
-        q, k = (rotate(head_norm(params, name, t), cos, sin) for name, t in (("q_norm", q), ("k_norm", k)))
+        q, k = (turn(head_norm(params, name, t), cos, sin) for name, t in (("q_norm", q), ("k_norm", k)))
         mixed = ops.attention(q, k, v, cu_seqlens, scale=size**-0.5, window=window, sinks=params.get("sinks"))
         return (x + linear(params, "o", rearrange(mixed, "T heads D -> T (heads D)")),)
 

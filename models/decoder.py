@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
 
 from xtf.checkpoint_map import Named, Source
-from xtf.model import AuxLoss, Model, cross_entropy, loss_writes
+from xtf.model import AuxLoss, Model, Update, cross_entropy, loss_writes
 from xtf.models.common import DecoderConfig, Leaves, Part, embed_fn, embed_rule, norm_fn
 from xtf.models.rope import tables
 from xtf.ops import Ops
@@ -25,7 +25,9 @@ def decoder(
     z_loss: float,
     aux: AuxLoss | None = None,
     aux_scope: Literal["microbatch", "step"] = "microbatch",
+    update: Update | None = None,
     active_fraction: float = 1.0,
+    constants: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
 ) -> Model:
     """The `Model` of a family.
 
@@ -36,6 +38,7 @@ def decoder(
         hf_config: see `xtf.model.Model`; so for the rest.
         dtype: of all parameters.
         z_loss: coefficient of the z-loss on the logits.
+        constants: what its stages read of a packed batch beside rotary tables.
 
     Raises:
         ValueError: for a dtype that is not floating or a negative coefficient.
@@ -60,9 +63,9 @@ def decoder(
         specs["head"] = {"weight": vocabulary}
         sources[head] = Named("lm_head.weight")
 
-    def constants(packed: dict[str, Any]) -> dict[str, Any]:
-        cos, sin = tables(config.rope, config.head_dim, packed["positions"], packed["cu_seqlens"], dtype)
-        return {"cos": cos, "sin": sin}
+    def all_constants(packed: dict[str, Any]) -> dict[str, Any]:
+        cos, sin = tables(config.rope, config.rotary_dim, packed["positions"], packed["cu_seqlens"], dtype)
+        return {"cos": cos, "sin": sin} | (constants(packed) if constants is not None else {})
 
     def build(ops: Ops) -> tuple[Stage, ...]:
         key: Hashable = (family, config, dtype, ops.name)
@@ -88,13 +91,14 @@ def decoder(
         family=family,
         config=config,
         specs=specs,
-        constants=constants,
+        constants=all_constants,
         build=build,
         sources=sources,
         hf_config=hf_config,
         vocab=config.vocab_size,
         aux=aux,
         aux_scope=aux_scope,
+        update=update,
         active_fraction=active_fraction,
         z_loss=z_loss,
     )

@@ -12,6 +12,7 @@ _BOOKKEEPING = frozenset(
     {
         "architectures",
         "attn_implementation",
+        "auto_map",
         "decoder_start_token_id",
         "dtype",
         "finetuning_task",
@@ -60,26 +61,54 @@ _INTEGERS = frozenset(
     {
         "bos_token_id",
         "decoder_sparse_step",
+        "experts_per_token",
+        "first_k_dense_replace",
         "head_dim",
         "hidden_size",
+        "initial_context_length",
         "intermediate_size",
+        "kv_lora_rank",
         "max_position_embeddings",
         "max_window_layers",
         "moe_intermediate_size",
+        "n_group",
+        "n_routed_experts",
+        "n_shared_experts",
         "num_attention_heads",
         "num_experts",
         "num_experts_per_tok",
         "num_hidden_layers",
         "num_key_value_heads",
         "num_local_experts",
+        "num_mtp_layers",
+        "num_nextn_predict_layers",
         "original_max_position_embeddings",
         "pad_token_id",
+        "q_lora_rank",
+        "qk_head_dim",
+        "qk_nope_head_dim",
+        "qk_rope_head_dim",
         "sliding_window",
+        "topk_group",
+        "v_head_dim",
         "vocab_size",
     }
 )
-_NUMBERS = frozenset({"initializer_range", "partial_rotary_factor", "rms_norm_eps", "rope_theta", "router_aux_loss_coef"})
-_FLAGS = frozenset({"attention_bias", "mlp_bias", "norm_topk_prob", "tie_word_embeddings", "use_sliding_window"})
+_NUMBERS = frozenset(
+    {
+        "initializer_range",
+        "partial_rotary_factor",
+        "rms_norm_eps",
+        "rope_theta",
+        "routed_scaling_factor",
+        "router_aux_loss_coef",
+        "swiglu_alpha",
+        "swiglu_limit",
+    }
+)
+_FLAGS = frozenset(
+    {"attention_bias", "mlp_bias", "norm_topk_prob", "rope_interleave", "tie_word_embeddings", "use_qk_norm", "use_sliding_window"}
+)
 _LISTS = frozenset({"layer_types", "mlp_only_layers"})
 _OBJECTS = frozenset({"rope_parameters", "rope_scaling"})
 

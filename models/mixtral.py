@@ -12,10 +12,11 @@ from xtf.model import Model
 from xtf.models import hf
 from xtf.models.common import SHARED, DecoderConfig, Leaves, attention, check_count, check_dtype, shared_from_hf, shared_to_hf
 from xtf.models.decoder import decoder
-from xtf.models.moe import MixtureNames, check_experts, check_options, mixture, router_loss
+from xtf.models.moe import MixtureNames, check_experts, check_options, mixture
+from xtf.models.routers import Router, router_loss
 
 _OWN = ("num_local_experts", "num_experts_per_tok", "router_aux_loss_coef", "sliding_window")
-_NAMES = MixtureNames("block_sparse_moe", "w1", "w3", "w2")
+_NAMES = MixtureNames("block_sparse_moe", gate="w1", up="w3", down="w2")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,16 +97,16 @@ def mixtral(
     check_dtype(dtype, "mixtral")
     check_options("mixtral", aux, router_z_loss)
     leaves = Leaves(dtype, config.initializer_range)
-    experts, top_k, inner = config.num_local_experts, config.num_experts_per_tok, config.intermediate_size
+    router = Router(config.num_local_experts, config.num_experts_per_tok)
     layers = [
         (
             attention(config, i, leaves, window=config.sliding_window),
-            mixture(config, i, leaves, experts=experts, top_k=top_k, inner=inner, normalize=True, names=_NAMES),
+            mixture(config, i, leaves, router=router, inner=config.intermediate_size, names=_NAMES),
         )
         for i in range(config.num_hidden_layers)
     ]
     coefficient, every, pooled = config.router_aux_loss_coef, range(len(layers)), aux == "pooled"
-    loss = router_loss(every, top_k=top_k, coefficient=coefficient, z_coefficient=router_z_loss, pooled=pooled) if layers else None
+    loss = router_loss(every, top_k=router.top_k, coefficient=coefficient, z_coefficient=router_z_loss, pooled=pooled) if layers else None
     return decoder(
         "mixtral",
         config,
@@ -115,5 +116,5 @@ def mixtral(
         z_loss=z_loss,
         aux=loss,
         aux_scope="step" if aux == "step" else "microbatch",
-        active_fraction=top_k / experts,
+        active_fraction=router.top_k / router.experts,
     )

@@ -12,7 +12,8 @@ from xtf.model import Model
 from xtf.models import hf
 from xtf.models.common import SHARED, DecoderConfig, Leaves, Part, attention, check_count, check_dtype, mlp, shared_from_hf, shared_to_hf
 from xtf.models.decoder import decoder
-from xtf.models.moe import check_experts, check_options, mixture, router_loss
+from xtf.models.moe import check_experts, check_options, mixture
+from xtf.models.routers import Router, router_loss
 
 _OWN = (
     "attention_bias",
@@ -141,7 +142,7 @@ def qwen3_moe(
         z_loss: coefficient of the z-loss on the logits.
         router_z_loss: coefficient of the z-loss on the routers' scores, summed over layers.
         aux: the load-balancing loss: over the tokens of a ``"microbatch"``, of a whole ``"step"``, or ``"pooled"``, transformers'
-            formula over a micro-batch, with all layers taken together before the product. See `xtf.models.moe.router_loss`.
+            formula over a micro-batch, with all layers taken together before the product. See `xtf.models.routers.router_loss`.
 
     Raises:
         ValueError: for a dtype that is not floating, a negative coefficient, or another ``aux``.
@@ -150,12 +151,12 @@ def qwen3_moe(
     check_options("qwen3_moe", aux, router_z_loss)
     leaves = Leaves(dtype, config.initializer_range)
     bias, sparse, top_k = config.attention_bias, config.sparse_layers, config.num_experts_per_tok
+    router = Router(config.num_experts, top_k, normalize=config.norm_topk_prob)
 
     def second(i: int) -> Part:
         if i not in sparse:
             return mlp(config, i, leaves)
-        inner, normalize = config.moe_intermediate_size, config.norm_topk_prob
-        return mixture(config, i, leaves, experts=config.num_experts, top_k=top_k, inner=inner, normalize=normalize)
+        return mixture(config, i, leaves, router=router, inner=config.moe_intermediate_size)
 
     window = config.sliding_window
     layers = [

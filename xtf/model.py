@@ -29,6 +29,9 @@ RESULTS = ("loss", "cross_entropy")
 AuxLoss = Callable[[Mapping[str, Tensor], Int[Tensor, ""]], tuple[Float[Tensor, ""], dict[str, Tensor]]]
 """``(statistics summed over tokens, number of tokens) -> (loss, metrics)``: what the routers add to the loss."""
 
+Update = Callable[[Mapping[Path, Tensor], Mapping[str, Tensor]], Mapping[Path, Tensor]]
+"""``(leaves that are not trained, whole, by path; integer statistics summed over the step) -> new values of some of these leaves``."""
+
 
 @dataclass(frozen=True)
 class Model:
@@ -48,6 +51,8 @@ class Model:
         aux: the auxiliary loss of the statistics that router stages write, or ``None``.
         aux_scope: the tokens over which statistics are summed before ``aux`` sees them: those of all ranks in a
             micro-batch, or in the whole step.
+        update: the new values of leaves that are not trained, after a step, or ``None`` where they never change. A pure function of
+            these leaves and of the integer statistics that stages write, summed over all ranks and micro-batches of the step.
         active_fraction: the share of a leaf with the axis ``"expert"`` that one token uses.
         z_loss: coefficient of the z-loss on the logits (Chowdhery et al. 2022, PaLM): the loss stage adds ``z_loss ×
             logsumexp²`` to each target's cross-entropy.
@@ -63,6 +68,7 @@ class Model:
     vocab: int
     aux: AuxLoss | None = None
     aux_scope: Literal["microbatch", "step"] = "microbatch"
+    update: Update | None = None
     active_fraction: float = 1.0
     z_loss: float = 0.0
     _reference: tuple[Stage, ...] = field(init=False, repr=False, compare=False)

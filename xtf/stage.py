@@ -84,7 +84,7 @@ class Stage:
     Args:
         name: unique in the program, as in ``"layers.3.attention"``; errors, events and traces use it.
         kind: what it is, for transforms that look for it: ``"embed"``, ``"attention"``, ``"router"``, ``"experts"``, ``"mlp"``,
-            ``"norm"``, ``"loss"``.
+            ``"shared"`` (experts that every token goes to), ``"statistics"``, ``"norm"``, ``"loss"``.
         fn: ``fn(params, *reads, **consts) -> writes``.
         key: equal for stages whose ``fn`` is the same function of equally shaped arguments; what is compiled for one is used
             for all of them.

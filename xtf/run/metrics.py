@@ -173,7 +173,15 @@ def _end_of_lines(file: BinaryIO) -> int:
 _GROUPS = {
     "loss": ("loss", "cross_entropy", "held_out_loss", "aux_loss"),
     "optim": ("lr", "grad_norm"),
-    "router": ("router_balance", "router_z", "expert_load", "load_violation"),
+    "router": (
+        "router_balance",
+        "router_sequence_balance",
+        "router_z",
+        "router_entropy",
+        "expert_load",
+        "load_violation",
+        "dropped_tokens",
+    ),
     "speed": ("tokens_per_second", "mfu", "memory_bytes", "seconds", "imbalance"),
     "data": ("tokens", "weight", "padding", "epoch"),
 }
