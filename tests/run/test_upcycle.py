@@ -33,6 +33,8 @@ DENSE: dict[str, dict[str, Any]] = {
         "rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
                          "original_max_position_embeddings": 32},
     },
+    "qwen2": {"model_type": "qwen2", **SMALL},
+    "qwen2-tied": {"model_type": "qwen2", **SMALL, "tie_word_embeddings": True},
 }  # fmt: skip
 
 
@@ -69,7 +71,8 @@ def test_logits_are_those_of_the_dense_model(tmp_path: Path, name: str, experts:
     assert config.get("eos_token_id") == DENSE[name].get("eos_token_id")
 
 
-@pytest.mark.parametrize("name", ["qwen3", "llama-scaled"])
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors is a no-op:UserWarning")  # no shared experts in a glm4_moe
+@pytest.mark.parametrize("name", ["qwen3", "llama-scaled", "qwen2"])
 def test_transformers_loads_it_and_gives_the_same(tmp_path: Path, name: str) -> None:
     from transformers import AutoModelForCausalLM
 
@@ -77,10 +80,13 @@ def test_transformers_loads_it_and_gives_the_same(tmp_path: Path, name: str) -> 
     out = run(UpcycleOptions(source, tmp_path / "out", 4, 2))
     auto: Any = AutoModelForCausalLM
     theirs, info = auto.from_pretrained(out, dtype=torch.float32, output_loading_info=True)
-    assert not any(info.values())
+    missing = {key: theirs.get_parameter(key).numel() for key in info.pop("missing_keys")}
+    assert not any(info.values()) and not any(missing.values()) and len(missing) == (6 if name == "qwen2" else 0)
     want = logits(source, IDS)
     with torch.no_grad():
         assert (theirs(IDS).logits - want).abs().max() <= 1e-5 * want.abs().max()
+    theirs.save_pretrained(tmp_path / "theirs")
+    assert torch.equal(logits(tmp_path / "theirs", IDS), logits(out, IDS))
 
 
 def test_experts_are_copies_and_routers_follow_the_seed(tmp_path: Path) -> None:
@@ -163,10 +169,13 @@ def test_the_command_writes_a_checkpoint_that_trains_on(tmp_path: Path, capsys: 
         ({}, ["--top-k", "0"], "--top-k is 0, expected at least 1"),
         ({}, ["--shard-size", "big"], "--shard-size is 'big'"),
         ({"model_type": "qwen3_moe", "moe_intermediate_size": 8, "num_experts": 2, "num_experts_per_tok": 1}, [],
-         "a qwen3_moe cannot be made a mixture of experts; dense models that can: qwen3 (to qwen3_moe), llama (to mixtral)"),
+         "a qwen3_moe cannot be made a mixture of experts; dense models that can: qwen3 (to qwen3_moe), llama (to mixtral), "
+         "qwen2 (to glm4_moe)"),
         ({"model_type": "gemma"}, [], "model_type 'gemma' is not supported"),
         ({"model_type": "llama", "mlp_bias": True}, [], "the dense model has mlp_bias=True, and a mixtral has no biases"),
         ({"model_type": "llama", "attention_bias": True}, [], "the dense model has attention_bias=True"),
+        ({"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}, [],
+         "the dense model has sliding_window=4, and a glm4_moe has no windows"),
         ({"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}, [], "a qwen3_moe has one window for all layers"),
     ],
 )  # fmt: skip

@@ -91,7 +91,7 @@ def check(
     passed_over = (_HARMLESS, *_beyond(config, prefix))
     extra = [
         name for name in tensors
-        if name not in wanted and name not in allowed and name.startswith(prefix.new)
+        if name not in wanted and name not in allowed and name.startswith(prefix.new) and 0 not in tensors[name].shape
         and not any(p.search(name) for p in passed_over) and not any(p.fullmatch(name) for p in ignore)
     ]  # fmt: skip
     if not (missing or extra or misshapen):

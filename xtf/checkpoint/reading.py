@@ -77,9 +77,9 @@ def load_leaves(
     part of a larger one (``language_model.`` in front, or ``model.language_model.``; then what lies beside it is passed over);
     plain, in block-wise FP8, or in MXFP4 (`xtf.checkpoint.quantised`).
 
-    Every name and shape is checked against the model, also of what lies outside the blocks. Rotary tables are ignored, layers
-    that only predict further tokens (``num_nextn_predict_layers``), and a tied ``lm_head.weight`` that equals the embedding
-    (compared on the embedding's block).
+    Every name and shape is checked against the model, also of what lies outside the blocks. Rotary tables are ignored, tensors without
+    elements, layers that only predict further tokens (``num_nextn_predict_layers``), and a tied ``lm_head.weight`` that equals the
+    embedding (compared on the embedding's block).
 
     Args:
         model: says which leaves there are (``specs``) and where each is found (``sources``).

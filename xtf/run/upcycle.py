@@ -22,6 +22,7 @@ from xtf.checkpoint.writing import check_target, save_leaves
 from xtf.model import Model
 from xtf.models import FAMILIES
 from xtf.models.common import DecoderConfig
+from xtf.models.glm4_moe import Config as Glm4Moe
 from xtf.models.llama import Config as Llama
 from xtf.models.mixtral import Config as Mixtral
 from xtf.models.qwen3 import Config as Qwen3
@@ -149,7 +150,7 @@ def upcycled(dense: Model, sparse: Model, dense_leaf: Callable[[Leaf], Tensor], 
                 return torch.cat([dense_leaf(f"{mlp}.gate"), dense_leaf(f"{mlp}.up")]).expand(specs[path].shape)
             case "down":
                 return dense_leaf(f"{mlp}.down").expand(specs[path].shape)
-            case _:  # the router's own: random weights, a bias of 0
+            case _:  # the router's own: random weights, corrections of 0
                 return specs[path].initial(seed, path)
 
     return get_leaf
@@ -186,8 +187,24 @@ def _llama(config: Llama, experts: int, top_k: int) -> DecoderConfig:
     return Mixtral(**_common(config), num_local_experts=experts, num_experts_per_tok=top_k)
 
 
+def _qwen2(config: Llama, experts: int, top_k: int) -> DecoderConfig:
+    if config.sliding_window is not None:
+        raise _refuse("glm4_moe", "sliding_window", config.sliding_window, "has no windows")
+    return Glm4Moe(
+        **_common(config),
+        moe_intermediate_size=config.intermediate_size,
+        n_routed_experts=experts,
+        num_experts_per_tok=top_k,
+        n_shared_experts=0,
+        first_k_dense_replace=0,
+        partial_rotary_factor=1.0,
+        attention_bias=True,  # as those of Qwen2: on queries, keys and values
+    )
+
+
 TARGETS: Mapping[str, Target] = {
     "qwen3": Target("qwen3_moe", _qwen3),
     "llama": Target("mixtral", _llama),
+    "qwen2": Target("glm4_moe", _qwen2),
 }
 """What a dense model of each ``model_type`` becomes."""
