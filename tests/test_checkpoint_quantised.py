@@ -105,6 +105,13 @@ CONFIG: dict[str, Any] = {
 }  # fmt: skip
 DENSE = {"model_type": "llama", **{k: v for k, v in CONFIG.items() if k not in ("model_type",) and "expert" not in k and "moe" not in k}}
 
+DEEPSEEK_V3: dict[str, Any] = {
+    "model_type": "deepseek_v3", "hidden_size": 48, "intermediate_size": 24, "num_hidden_layers": 3, "num_attention_heads": 2,
+    "num_key_value_heads": 2, "q_lora_rank": 20, "kv_lora_rank": 9, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 7,
+    "vocab_size": 29, "moe_intermediate_size": 20, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1,
+    "first_k_dense_replace": 1, "n_group": 2, "topk_group": 1, "routed_scaling_factor": 2.5, "norm_topk_prob": True,
+}  # fmt: skip
+
 
 def fp8_checkpoint(
     folder: Path, config: Mapping[str, Any], block: tuple[int, int], stated: Any, scales: torch.dtype = torch.float32
@@ -115,7 +122,7 @@ def fp8_checkpoint(
     stored, plain = dict[str, Tensor](), load_file(folder / "model.safetensors")
     for i, (name, tensor) in enumerate(plain.items()):
         if "_proj" not in name:
-            stored[name] = tensor.bfloat16()
+            stored[name] = tensor if "correction" in name else tensor.bfloat16()
             plain[name] = stored[name].float()
             continue
         codes, scale, _ = fp8_of(tuple(tensor.shape), block, seed=i)
@@ -138,7 +145,7 @@ def plain_params(tmp_path: Path, model: Any, plain: Mapping[str, Tensor]) -> dic
 DEEPSEEK = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [16, 8]}
 
 
-@pytest.mark.parametrize("config", [CONFIG, DENSE], ids=["qwen3_moe", "llama"])
+@pytest.mark.parametrize("config", [CONFIG, DENSE, DEEPSEEK_V3], ids=["qwen3_moe", "llama", "deepseek_v3"])
 @pytest.mark.parametrize(
     ("block", "stated", "scales"),
     [
@@ -155,7 +162,8 @@ def test_an_fp8_checkpoint(tmp_path: Path, config: dict[str, Any], block: tuple[
     got, want = tree.items(load_params(model, tmp_path / "ckpt")), plain_params(tmp_path, model, plain)
     assert got.keys() == want.keys() and all(torch.equal(got[path], want[path]) for path in want)
     rounded = tree.items(load_params(models.from_hf(tmp_path / "ckpt", dtype=torch.bfloat16), tmp_path / "ckpt"))
-    assert all(torch.equal(rounded[path], want[path].bfloat16()) for path in want)
+    assert all(torch.equal(rounded[path], want[path].to(rounded[path].dtype)) for path in want)
+    assert {leaf.dtype for path, leaf in rounded.items() if "correction" not in path} == {torch.bfloat16}
     if config is CONFIG and block == (16, 8):  # ranks whose parts do not lie along blocks
 
         def run(ranks: Mesh) -> bool:
@@ -325,7 +333,7 @@ def test_other_quantisations_are_refused_by_name(config: dict[str, Any], stated:
         models.from_hf(config | {"quantization_config": stated})
 
 
-@pytest.mark.parametrize("config", [CONFIG, DENSE], ids=["qwen3_moe", "llama"])
+@pytest.mark.parametrize("config", [CONFIG, DENSE, DEEPSEEK_V3], ids=["qwen3_moe", "llama", "deepseek_v3"])
 @pytest.mark.parametrize("stated", [DEEPSEEK, DEEPSEEK | {"scale_fmt": "ue8m0"}, {"quant_method": "mxfp4"}, None])
 def test_published_quantisations_are_accepted(config: dict[str, Any], stated: Any) -> None:
     assert models.from_hf(config | {"quantization_config": stated}).hf_config == models.from_hf(config).hf_config
