@@ -18,7 +18,7 @@ from torch import Tensor
 
 from xtf.checkpoint_map import Named, Source
 from xtf.models import hf
-from xtf.models.rope import Rope, rotate
+from xtf.models.rope import Rope, rotate, rotate_first
 from xtf.ops import Ops
 from xtf.spec import Init, ParamSpec
 from xtf.stage import Lower, Pair, Params, Stage, StageFn, Values
@@ -175,7 +175,7 @@ class Leaves(NamedTuple):
     std: float
 
     def matrix(self, shape: tuple[int, ...], axes: tuple[str | None, ...]) -> ParamSpec:
-        """Starts normal."""
+        """Starts normal; also what is no matrix but starts as one."""
         return ParamSpec(shape, self.dtype, axes, Init.normal(self.std))
 
     def bias(self, size: int, axis: str | None) -> ParamSpec:
@@ -225,6 +225,7 @@ def attention(
     qkv_bias: bool = False,
     output_bias: bool = False,
     head_norms: bool = False,
+    sinks: bool = False,
 ) -> Part:
     """Norm, grouped-query attention over packed documents with rotary positions, and residual.
 
@@ -235,6 +236,7 @@ def attention(
         window: tokens that a token sees, itself included; ``None`` for all of its document.
         qkv_bias, output_bias: which projections have biases.
         head_norms: whether each query and key head is normed before it is rotated (Dehghani et al. 2023, "Scaling ViT").
+        sinks: whether each query head has a score of its own in the softmax, see `xtf.ops.Attention`.
     """
     hidden, size = config.hidden_size, config.head_dim
     widths = {
@@ -257,18 +259,24 @@ def attention(
         for name in ("q_norm", "k_norm"):
             specs[name] = leaves.norm(size, None)
             sources[name] = Named(f"{prefix}.self_attn.{name}.weight")
+    if sinks:
+        specs["sinks"] = leaves.matrix((config.num_attention_heads,), ("heads",))
+        sources["sinks"] = Named(f"{prefix}.self_attn.sinks")
 
     def stages(ops: Ops, key: Hashable) -> tuple[Stage, ...]:
         name = f"layers.{layer}.attention"
-        fn = attention_fn(size, config.rms_norm_eps, window, head_norms, ops)
+        turn = rotate if config.rotary_dim == size else rotate_first
+        fn = attention_fn(size, config.rms_norm_eps, window, head_norms, ops, turn)
         consts = ("cos", "sin", "cu_seqlens")
         return (Stage(name, "attention", fn, (key, "attention", window), _own(name, specs), ("x",), ("x",), consts),)
 
     return Part("attention", specs, sources, stages)
 
 
-def attention_fn(size: int, eps: float, window: int | None, head_norms: bool, ops: Ops) -> StageFn:
-    """The function of an attention stage: ``(params, x (T, H), *, cos, sin, cu_seqlens) -> (x,)``."""
+def attention_fn(
+    size: int, eps: float, window: int | None, head_norms: bool, ops: Ops, turn: Callable[[Tensor, Tensor, Tensor], Tensor] = rotate
+) -> StageFn:
+    """The function of an attention stage: ``(params, x (T, H), *, cos, sin, cu_seqlens) -> (x,)``; ``turn`` rotates heads."""
 
     def normed(params: Params, name: str, heads: Float[Tensor, "T heads D"]) -> Float[Tensor, "T heads D"]:
         return rms_norm(heads, params[name], eps)
@@ -288,8 +296,8 @@ def attention_fn(size: int, eps: float, window: int | None, head_norms: bool, op
     ) -> tuple[Float[Tensor, "T H"]]:
         h = rms_norm(x, params["norm"], eps)
         q, k, v = (rearrange(linear(params, name, h), "T (heads D) -> T heads D", D=size) for name in ("q", "k", "v"))
-        q, k = (rotate(head_norm(params, name, t), cos, sin) for name, t in (("q_norm", q), ("k_norm", k)))
-        mixed = ops.attention(q, k, v, cu_seqlens, scale=size**-0.5, window=window)
+        q, k = (turn(head_norm(params, name, t), cos, sin) for name, t in (("q_norm", q), ("k_norm", k)))
+        mixed = ops.attention(q, k, v, cu_seqlens, scale=size**-0.5, window=window, sinks=params.get("sinks"))
         return (x + linear(params, "o", rearrange(mixed, "T heads D -> T (heads D)")),)
 
     return fn

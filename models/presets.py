@@ -3,12 +3,33 @@
 from __future__ import annotations
 
 from xtf.models.common import DecoderConfig
+from xtf.models.deepseek_v3 import Config as DeepseekV3
+from xtf.models.glm4_moe import Config as Glm4Moe
+from xtf.models.gpt_oss import Config as GptOss
 from xtf.models.llama import Config as Llama
+from xtf.models.mixtral import Config as Mixtral
 from xtf.models.qwen3 import Config as Qwen3
 from xtf.models.qwen3_moe import Config as Qwen3Moe
 from xtf.models.rope import Rope
 
 _QWEN3_ROPE = Rope(theta=1e6)
+_GPT_OSS_ROPE = Rope(
+    theta=150000.0, kind="yarn", factor=32.0, original_max_position_embeddings=4096, beta_fast=32.0, beta_slow=1.0, truncate=False
+)
+
+
+def _deepseek_rope(theta: float, factor: float, beta_fast: float) -> Rope:
+    return Rope(
+        theta=theta,
+        kind="yarn",
+        factor=factor,
+        original_max_position_embeddings=4096,
+        beta_fast=beta_fast,
+        beta_slow=1.0,
+        mscale=1.0,
+        mscale_all_dim=1.0,
+    )
+
 
 PRESETS: dict[str, DecoderConfig] = {
     "smollm2-135m": Llama(
@@ -78,6 +99,136 @@ PRESETS: dict[str, DecoderConfig] = {
         norm_topk_prob=True,
         max_position_embeddings=40960,
         rope=_QWEN3_ROPE,
+    ),
+    "mixtral-8x7b": Mixtral(
+        vocab_size=32000,
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=128,
+        num_local_experts=8,
+        num_experts_per_tok=2,
+        router_aux_loss_coef=0.02,
+        rms_norm_eps=1e-5,
+        max_position_embeddings=32768,
+        rope=Rope(theta=1e6),
+    ),
+    "gpt-oss-20b": GptOss(
+        vocab_size=201088,
+        hidden_size=2880,
+        intermediate_size=2880,
+        num_hidden_layers=24,
+        num_attention_heads=64,
+        num_key_value_heads=8,
+        head_dim=64,
+        num_local_experts=32,
+        num_experts_per_tok=4,
+        sliding_window=128,
+        layer_types=("sliding_attention", "full_attention") * 12,
+        rms_norm_eps=1e-5,
+        max_position_embeddings=131072,
+        rope=_GPT_OSS_ROPE,
+    ),
+    "gpt-oss-120b": GptOss(
+        vocab_size=201088,
+        hidden_size=2880,
+        intermediate_size=2880,
+        num_hidden_layers=36,
+        num_attention_heads=64,
+        num_key_value_heads=8,
+        head_dim=64,
+        num_local_experts=128,
+        num_experts_per_tok=4,
+        sliding_window=128,
+        layer_types=("sliding_attention", "full_attention") * 18,
+        rms_norm_eps=1e-5,
+        max_position_embeddings=131072,
+        rope=_GPT_OSS_ROPE,
+    ),
+    "deepseek-v3": DeepseekV3(
+        vocab_size=129280,
+        hidden_size=7168,
+        intermediate_size=18432,
+        moe_intermediate_size=2048,
+        num_hidden_layers=61,
+        num_attention_heads=128,
+        num_key_value_heads=128,
+        q_lora_rank=1536,
+        kv_lora_rank=512,
+        qk_nope_head_dim=128,
+        qk_rope_head_dim=64,
+        v_head_dim=128,
+        n_routed_experts=256,
+        num_experts_per_tok=8,
+        n_shared_experts=1,
+        n_group=8,
+        topk_group=4,
+        routed_scaling_factor=2.5,
+        first_k_dense_replace=3,
+        num_nextn_predict_layers=1,
+        max_position_embeddings=163840,
+        rope=_deepseek_rope(1e4, 40.0, 32.0),
+    ),
+    "kimi-k2": DeepseekV3(
+        model_type="kimi_k2",
+        vocab_size=163840,
+        hidden_size=7168,
+        intermediate_size=18432,
+        moe_intermediate_size=2048,
+        num_hidden_layers=61,
+        num_attention_heads=64,
+        num_key_value_heads=64,
+        q_lora_rank=1536,
+        kv_lora_rank=512,
+        qk_nope_head_dim=128,
+        qk_rope_head_dim=64,
+        v_head_dim=128,
+        n_routed_experts=384,
+        num_experts_per_tok=8,
+        n_shared_experts=1,
+        routed_scaling_factor=2.827,
+        first_k_dense_replace=1,
+        max_position_embeddings=131072,
+        rope=_deepseek_rope(5e4, 32.0, 1.0),
+    ),
+    "glm-4.5": Glm4Moe(
+        vocab_size=151552,
+        hidden_size=5120,
+        intermediate_size=12288,
+        moe_intermediate_size=1536,
+        num_hidden_layers=92,
+        num_attention_heads=96,
+        num_key_value_heads=8,
+        head_dim=128,
+        n_routed_experts=160,
+        num_experts_per_tok=8,
+        routed_scaling_factor=2.5,
+        first_k_dense_replace=3,
+        attention_bias=True,
+        use_qk_norm=True,
+        num_nextn_predict_layers=1,
+        rms_norm_eps=1e-5,
+        max_position_embeddings=131072,
+        rope=Rope(theta=1e6),
+    ),
+    "glm-4.5-air": Glm4Moe(
+        vocab_size=151552,
+        hidden_size=4096,
+        intermediate_size=10944,
+        moe_intermediate_size=1408,
+        num_hidden_layers=46,
+        num_attention_heads=96,
+        num_key_value_heads=8,
+        head_dim=128,
+        n_routed_experts=128,
+        num_experts_per_tok=8,
+        attention_bias=True,
+        num_nextn_predict_layers=1,
+        rms_norm_eps=1e-5,
+        max_position_embeddings=131072,
+        rope=Rope(theta=1e6),
     ),
     "tiny-moe": Qwen3Moe(  # of `xtf train`: the vocabulary is that of `xtf.data.demo_tokenizer`
         vocab_size=2048,

@@ -257,6 +257,31 @@ def rotate(x: Float[Tensor, "T heads D"], cos: Float[Tensor, "T D//2"], sin: Flo
     return torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(x.dtype)
 
 
+def rotate_pairs(x: Float[Tensor, "T heads D"], cos: Float[Tensor, "T D//2"], sin: Float[Tensor, "T D//2"]) -> Float[Tensor, "T heads D"]:
+    """Turn the pairs (2 i, 2 i + 1) of each head by its token's angle; see `rotate`.
+
+    The result has the first of all pairs, then the second of all: queries and keys are scored alike in any order of their dims.
+    """
+    pairs = x.to(cos.dtype).unflatten(-1, (-1, 2))
+    first, second = pairs[..., 0], pairs[..., 1]
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(x.dtype)
+
+
+def rotate_first(x: Float[Tensor, "T heads D"], cos: Float[Tensor, "T half"], sin: Float[Tensor, "T half"]) -> Float[Tensor, "T heads D"]:
+    """Turn the first 2 × half dims of each head as `rotate` does; the rest stays."""
+    turned = 2 * cos.shape[1]
+    return torch.cat([rotate(x[..., :turned], cos, sin), x[..., turned:]], -1)
+
+
+def score_scaling(rope: Rope) -> float:
+    """The factor on the scores of latent attention, of whose heads only a part is rotated: what ``mscale_all_dim`` of ``yarn`` would do
+    to the whole head, as in DeepSeek-V2 and V3."""
+    if rope.kind != "yarn" or not rope.mscale_all_dim:
+        return 1.0
+    return _yarn_scale(_number(rope.factor), rope.mscale_all_dim) ** 2
+
+
 def _lengths(positions: Int[Tensor, " T"], cu_seqlens: Int32[Tensor, " bounds"]) -> Int[Tensor, " T"]:
     """One more than the largest position in the document of each token."""
     tokens = torch.arange(positions.shape[0], device=positions.device, dtype=cu_seqlens.dtype)

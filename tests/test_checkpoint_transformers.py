@@ -12,7 +12,7 @@ import transformers
 from torch import Tensor
 
 from xtf import models, optim, tree
-from xtf.checkpoint import load, load_params, save, save_params
+from xtf.checkpoint import CheckpointError, load, load_params, save, save_params
 from xtf.mesh import Mesh, simulate
 from xtf.step import train_step
 from xtf.transforms import shard
@@ -26,6 +26,8 @@ CONFIGS = {
     "llama-tied": transformers.LlamaConfig(**SMALL, tie_word_embeddings=True),
     "qwen3": transformers.Qwen3Config(**SMALL, tie_word_embeddings=True),
     "qwen3_moe": transformers.Qwen3MoeConfig(**SMALL, moe_intermediate_size=24, num_experts=5, num_experts_per_tok=2),
+    "mixtral": transformers.MixtralConfig(**SMALL, num_local_experts=5, num_experts_per_tok=2),
+    "gpt_oss": transformers.GptOssConfig(**SMALL, num_local_experts=5, num_experts_per_tok=2, sliding_window=4),
 }
 
 
@@ -100,3 +102,24 @@ def test_sharded_ranks_load_and_save_what_transformers_wrote(tmp_path: Path) -> 
 
     simulate(run, data=3)
     assert_same(read_by_transformers(tmp_path / "ours"), theirs.state_dict())
+
+
+@pytest.mark.parametrize("modules", [1, 2])
+def test_modules_that_predict_further_tokens_are_read_over(tmp_path: Path, modules: int) -> None:
+    """DeepSeek-V3's checkpoint has them after the last layer; what stands anywhere else is refused as ever."""
+    from safetensors.torch import load_file, save_file
+
+    config = {**models.preset("deepseek-v3").hf_config, **SMALL, "head_dim": None}
+    config |= {"num_key_value_heads": 4, "q_lora_rank": None, "kv_lora_rank": 8, "qk_nope_head_dim": 4, "qk_rope_head_dim": 4}
+    config |= {"v_head_dim": 4, "n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1}
+    model = models.from_hf(config | {"moe_intermediate_size": 8, "num_nextn_predict_layers": modules})
+    params = model.init(0)
+    save_params(model, params, tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    further = {f"model.layers.{2 + i}.eh_proj.weight": torch.ones(3) for i in range(modules)}
+    save_file(tensors | further, tmp_path / "model.safetensors")
+    again = load_params(models.from_hf(tmp_path), tmp_path)
+    assert all(torch.equal(a, b) for a, b in zip(tree.leaves(again), tree.leaves(params), strict=True))
+    save_file(tensors | further | {f"model.layers.{2 + modules}.enorm.weight": torch.ones(3)}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=rf"1 extra, unknown to the model:\s+model\.layers\.{2 + modules}\.enorm\.weight"):
+        load_params(models.from_hf(tmp_path), tmp_path)

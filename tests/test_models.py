@@ -42,6 +42,48 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "norm_topk_prob": True,
         "router_aux_loss_coef": 0.1,
     },
+    "mixtral": DENSE | {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.1},
+    "gpt_oss": DENSE
+    | {
+        "model_type": "gpt_oss",
+        "num_hidden_layers": 3,
+        "num_local_experts": 5,
+        "num_experts_per_tok": 2,
+        "sliding_window": 3,
+        "router_aux_loss_coef": 0.1,
+    },
+    "deepseek_v3": SIZES
+    | {
+        "model_type": "deepseek_v3",
+        "num_hidden_layers": 3,
+        "first_k_dense_replace": 1,
+        "initializer_range": 0.3,
+        "max_position_embeddings": 64,
+        "q_lora_rank": 9,
+        "kv_lora_rank": 8,
+        "qk_nope_head_dim": 5,
+        "qk_rope_head_dim": 4,
+        "v_head_dim": 6,
+        "moe_intermediate_size": 7,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "n_shared_experts": 2,
+        "n_group": 4,
+        "topk_group": 2,
+        "routed_scaling_factor": 1.5,
+    },
+    "glm4_moe": DENSE
+    | {
+        "model_type": "glm4_moe",
+        "head_dim": 8,
+        "first_k_dense_replace": 1,
+        "attention_bias": True,
+        "moe_intermediate_size": 7,
+        "n_routed_experts": 5,
+        "num_experts_per_tok": 2,
+        "n_shared_experts": 1,
+        "routed_scaling_factor": 1.5,
+    },
 }
 FAMILIES = list(CONFIGS)
 
@@ -144,6 +186,10 @@ def test_layers_of_equal_shape_share_a_key(name: str) -> None:
         "qwen2": [1, 1, 1, 1, 1, 2],  # one layer has a window
         "qwen3": [1, 1, 1, 2, 2],
         "qwen3_moe": [1, 1, 1, 1, 2, 2, 3],
+        "mixtral": [1, 1, 1, 2, 2, 2],
+        "gpt_oss": [1, 1, 1, 1, 2, 3, 3],  # one layer of three has no window
+        "deepseek_v3": [1, 1, 1, 1, 2, 2, 2, 3],
+        "glm4_moe": [1, 1, 1, 1, 1, 1, 1, 2],
     }
     assert shared == expected[name]
     others = {stage.key for ops in (REFERENCE,) for stage in small(name).build(ops)}
@@ -168,7 +214,7 @@ def vjp_of(stage: Any) -> Any:
 
 
 def compiled_equals_eager(name: str, backend: str) -> None:
-    model = small(name, torch.float32, z_loss=0.1)
+    model = small(name, torch.float32, z_loss=0.1, **({"sequence_loss": 0.1} if name == "deepseek_v3" else {}))
     params, seen = tree.items(model.init(0)), set()
     consts = model.pack(batch_of([4, 4, 7])) | {"normalizer": torch.tensor(0.1)}
     values: dict[str, Tensor] = {}
@@ -192,7 +238,9 @@ def compiled_equals_eager(name: str, backend: str) -> None:
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["qwen2", "qwen3_moe"])  # between them they have every kind of stage, with and without windows
+@pytest.mark.parametrize(
+    "name", ["qwen2", "qwen3_moe", "deepseek_v3", "gpt_oss"]
+)  # between them they have every kind of stage, with and without windows
 def test_stages_trace_without_breaks(name: str) -> None:
     compiled_equals_eager(name, "aot_eager")
 
@@ -231,6 +279,41 @@ def test_dispatch_and_combine_undo_each_other() -> None:
     rows = torch.randn(3, 7, dtype=torch.float64)
     weights = torch.rand(3, 2, dtype=torch.float64)
     near(experts.combine(rows[order.tokens], weights, order), rows * weights.sum(1, keepdim=True), 1e-15)
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "glm4_moe"])
+def test_shared_experts_are_added(name: str) -> None:
+    """Without them the model is what it is with shared experts that give nothing."""
+    model, without = small(name), models.from_hf(CONFIGS[name] | {"n_shared_experts": 0}, dtype=torch.float64)
+    params, batch = model.init(0), batch_of([9, 4])
+    silent = tree.map_with_path(lambda path, leaf: torch.zeros_like(leaf) if path.endswith("shared_down") else leaf, params)
+    fewer = tree.from_items(without.specs, {path: tree.items(params)[path] for path in tree.paths(without.specs)})
+    near(model.loss(silent, batch), without.loss(fewer, batch), 1e-15)
+    assert (model.loss(params, batch) - without.loss(fewer, batch)).abs() > 1e-4
+    kinds = [stage.kind for stage in model.build(REFERENCE) if stage.name.startswith("layers.1.")]
+    assert kinds == ["attention", "router", "shared", "experts"]
+    assert "shared" not in [stage.kind for stage in without.build(REFERENCE)]
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "glm4_moe"])
+def test_balance_of_documents_is_a_stage_of_its_own(name: str) -> None:
+    """The loss of documents packed together is that of each, weighted by its tokens; padding does not count."""
+    model = small(name, sequence_loss=0.3, bias_update_speed=0.0)
+    plain = small(name)
+    assert model.aux is not None and model.update is None and plain.update is not None
+    assert [stage.kind for stage in model.build(REFERENCE)].count("statistics") == len(model.config.sparse_layers)
+    params, lengths = model.init(0), [5, 1, 8]
+    batch = batch_of(lengths)
+    batch["document_ids"] = torch.cat([batch["document_ids"], torch.full((1, 3), -1)], 1)
+    batch |= {key: torch.cat([batch[key], torch.zeros(1, 3, dtype=torch.int64)], 1) for key in ("input_ids", "labels")}
+    whole, metrics = model.aux(*stats_of(model, params, batch))
+    want = torch.zeros((), dtype=torch.float64)
+    for begin, n in zip((0, 5, 6), lengths, strict=True):
+        part = {key: value[:, begin : begin + n] for key, value in batch.items()}
+        want += n / 14 * model.aux(*stats_of(model, params, part))[0]
+    near(whole, want, 1e-14)
+    assert metrics["router_sequence_balance"].shape == (len(model.config.sparse_layers),)
+    near(model.loss(params, batch) - plain.loss(params, batch), whole, 1e-12)
 
 
 def test_experts_are_the_formula() -> None:
@@ -339,6 +422,22 @@ def test_counts_of_published_models() -> None:
     assert total == 30_532_122_624 and round(active / 1e9, 1) == 3.4
     total, active = models.preset("qwen3-235b-a22b").param_count()
     assert total == 235_093_634_560 and round(active / 1e9) == 22
+    total, active = models.preset("mixtral-8x7b").param_count()
+    assert total == 46_702_792_704 and round(active / 1e9, 1) == 12.9
+    for name, billions, published in (("gpt-oss-20b", 20.91, 3.61), ("gpt-oss-120b", 116.83, 5.13)):
+        total, active = models.preset(name).param_count()
+        embedding = 201088 * 2880  # its authors count the head as active, not the embedding
+        assert (round(total / 1e9, 2), round((active - embedding) / 1e9, 2)) == (billions, published)
+    published = {  # total, active in billions, and how many of embedding and head their authors leave out of the active ones
+        "deepseek-v3": (671_026_419_200, 37, 1),
+        "kimi-k2": (1_026_408_232_448, 32, 1),
+        "glm-4.5": (352_797_829_024, 32, 2),
+        "glm-4.5-air": (106_852_251_264, 12, 2),
+    }
+    for name, (want, billions, left_out) in published.items():
+        total, active = models.preset(name).param_count()
+        config = models.PRESETS[name]
+        assert total == want and round((active - left_out * config.vocab_size * config.hidden_size) / 1e9) == billions, name
 
 
 @pytest.mark.parametrize("name", models.PRESETS)
@@ -346,10 +445,12 @@ def test_presets_are_what_transformers_reads(name: str) -> None:
     model = models.preset(name)
     assert models.from_hf(model.hf_config).config == model.config and hash(model.config) is not None
     fields = dict(model.hf_config)
-    theirs = transformers.AutoConfig.for_model(fields.pop("model_type"), **fields)
+    kind = fields.pop("model_type").replace("kimi_k2", "deepseek_v3")  # which transformers does not know by this name
+    theirs = transformers.AutoConfig.for_model(kind, **fields)
     with torch.device("meta"):
         reference = transformers.AutoModelForCausalLM.from_config(theirs)
-    assert sum(p.numel() for p in reference.parameters()) == model.param_count()[0]
+    corrections = [b for name, b in reference.named_buffers() if name.endswith("e_score_correction_bias")]
+    assert sum(p.numel() for p in [*reference.parameters(), *corrections]) == model.param_count()[0]
 
 
 def test_initial_values() -> None:
@@ -396,7 +497,40 @@ def test_initial_values() -> None:
         ("qwen3_moe", {"num_experts_per_tok": 9}, "more than num_experts=5"),
         ("qwen3_moe", {"shared_expert_intermediate_size": 8}, "shared_expert_intermediate_size=8"),
         ("qwen3_moe", {"mlp_only_layers": [3]}, r"mlp_only_layers has \[3\]"),
+        ("gpt_oss", {"num_experts_per_tok": 6}, "num_experts_per_tok=6 is more than num_local_experts=5"),
+        ("gpt_oss", {"experts_per_token": 4}, "experts_per_token=4 and num_experts_per_tok=2, which must be equal"),
+        ("gpt_oss", {"initial_context_length": 8}, "initial_context_length=8 and original_max_position_embeddings=4096"),
+        ("gpt_oss", {"swiglu_limit": 0.0}, "swiglu_limit=0.0"),
+        ("gpt_oss", {"sliding_window": 0}, "sliding_window=0"),
+        ("gpt_oss", {"layer_types": ["full_attention"]}, "layer_types has 1 entries"),
+        ("gpt_oss", {"num_hidden_layers": None}, "needs the config field 'num_hidden_layers'"),
+        ("gpt_oss", {"mlp_bias": True}, "does not know the config field mlp_bias=True"),
+        ("mixtral", {"num_experts_per_tok": 5}, "num_experts_per_tok=5 is more than num_local_experts=4"),
+        ("mixtral", {"num_local_experts": 0}, "num_local_experts=0"),
+        ("mixtral", {"sliding_window": 0}, "sliding_window=0"),
+        ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise=0.1"),
+        ("mixtral", {"attention_bias": True}, "does not know the config field attention_bias=True"),
         ("qwen3_moe", {"moe_intermediate_size": None}, "needs the config field 'moe_intermediate_size'"),
+        ("deepseek_v3", {"n_group": 3}, "n_group=3 must cut n_routed_experts=8"),
+        ("deepseek_v3", {"topk_group": 5}, "topk_group=5 is more than n_group=4"),
+        ("deepseek_v3", {"topk_group": 1}, "top_k=3 is more than the 2 experts of the groups"),
+        ("deepseek_v3", {"num_experts_per_tok": 9}, "num_experts_per_tok=9 is more than n_routed_experts=8"),
+        ("deepseek_v3", {"num_key_value_heads": 2}, "num_key_value_heads=2 must be num_attention_heads=4"),
+        ("deepseek_v3", {"qk_head_dim": 8}, "qk_head_dim=8 must be qk_nope_head_dim"),
+        ("deepseek_v3", {"head_dim": 8}, "head_dim=8 must be qk_rope_head_dim=4"),
+        ("deepseek_v3", {"qk_rope_head_dim": 3}, "head_dim=3 must be even"),
+        ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func='softmax' in the config; only 'sigmoid'"),
+        ("deepseek_v3", {"topk_method": "greedy"}, "topk_method='greedy'"),
+        ("deepseek_v3", {"moe_layer_freq": 2}, "moe_layer_freq=2"),
+        ("deepseek_v3", {"kv_lora_rank": None}, "needs the config field 'kv_lora_rank'"),
+        ("deepseek_v3", {"n_group": None}, "needs the config field 'n_group'"),
+        ("deepseek_v3", {"q_lora_rank": 0}, "q_lora_rank=0; expected an integer of at least 1"),
+        ("glm4_moe", {"partial_rotary_factor": 0.4}, "partial_rotary_factor=0.4 of head_dim=8 is 3 dims"),
+        ("glm4_moe", {"partial_rotary_factor": 2}, "partial_rotary_factor=2 of head_dim=8"),
+        ("glm4_moe", {"use_qk_norm": 1}, "use_qk_norm=1 is a int; expected true or false"),
+        ("glm4_moe", {"n_shared_experts": None}, "needs the config field 'n_shared_experts'"),
+        ("glm4_moe", {"scoring_func": "sigmoid"}, "does not know the config field scoring_func='sigmoid'"),
+        ("deepseek_v3", {"sliding_window": 8}, "does not know the config field sliding_window=8"),
     ],
 )
 def test_what_is_not_supported_is_refused_by_name(name: str, change: dict[str, Any], message: str) -> None:
@@ -409,8 +543,71 @@ def test_bookkeeping_is_passed_over() -> None:
     assert models.from_hf(CONFIGS["llama"] | extra | {"rope_interleaved": False, "mystery": None}).config == small("llama").config
 
 
+def test_deepseek_config_as_published() -> None:
+    """The fields of the ``config.json`` that its authors publish, which is not what transformers writes."""
+    published = {
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV3Config"},
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+        "ep_size": 1,
+        "first_k_dense_replace": 3,
+        "hidden_act": "silu",
+        "hidden_size": 7168,
+        "initializer_range": 0.02,
+        "intermediate_size": 18432,
+        "kv_lora_rank": 512,
+        "max_position_embeddings": 163840,
+        "model_type": "deepseek_v3",
+        "moe_intermediate_size": 2048,
+        "moe_layer_freq": 1,
+        "n_group": 8,
+        "n_routed_experts": 256,
+        "n_shared_experts": 1,
+        "norm_topk_prob": True,
+        "num_attention_heads": 128,
+        "num_experts_per_tok": 8,
+        "num_hidden_layers": 61,
+        "num_key_value_heads": 128,
+        "num_nextn_predict_layers": 1,
+        "q_lora_rank": 1536,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]},
+        "rms_norm_eps": 1e-06,
+        "rope_scaling": {
+            "beta_fast": 32,
+            "beta_slow": 1,
+            "factor": 40,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "original_max_position_embeddings": 4096,
+            "type": "yarn",
+        },
+        "rope_theta": 10000,
+        "routed_scaling_factor": 2.5,
+        "scoring_func": "sigmoid",
+        "tie_word_embeddings": False,
+        "topk_group": 4,
+        "topk_method": "noaux_tc",
+        "torch_dtype": "bfloat16",
+        "transformers_version": "4.33.1",
+        "use_cache": True,
+        "v_head_dim": 128,
+        "vocab_size": 129280,
+    }
+    assert models.from_hf(published).config == models.PRESETS["deepseek-v3"]
+    other = models.from_hf(published | {"model_type": "kimi_k2"})
+    assert other.hf_config["model_type"] == "kimi_k2" and models.from_hf(other.hf_config).family == "deepseek_v3"
+    without = {name: value for name, value in published.items() if name != "q_lora_rank"}
+    with pytest.raises(ValueError, match="needs the config field 'q_lora_rank'"):
+        models.from_hf(without)
+
+
 def test_unknown_names_list_known_ones() -> None:
-    with pytest.raises(ValueError, match="'mamba' is not supported; known are llama, qwen2, qwen3, qwen3_moe"):
+    with pytest.raises(ValueError, match=r"'mamba' is not supported; known are .*gpt_oss, .*llama, mixtral, qwen2, qwen3, qwen3_moe"):
         models.from_hf({"model_type": "mamba"})
     with pytest.raises(ValueError, match=r"no preset 'qwen3-30b'; did you mean .*qwen3-30b-a3b or .*\?"):
         models.preset("qwen3-30b")
@@ -470,6 +667,16 @@ def test_bad_options_are_refused(options: dict[str, Any], message: str) -> None:
     for family in FAMILIES:
         with pytest.raises(ValueError, match=r"dtype='bfloat16', a str; expected a torch\.dtype, as torch\.bfloat16"):
             small(family, name)
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "glm4_moe"])
+@pytest.mark.parametrize("option", ["z_loss", "router_z_loss", "balance_loss", "sequence_loss", "bias_update_speed"])
+def test_bad_coefficients_are_refused(name: str, option: str) -> None:
+    options: dict[str, Any] = {option: -0.5}
+    with pytest.raises(ValueError, match=rf"{option}=-0\.5"):
+        small(name, **options)
+    with pytest.raises(ValueError, match=f"{name} got aux='pooled'"):
+        small(name, aux="pooled")
 
 
 def test_z_loss_is_added() -> None:

@@ -81,8 +81,8 @@ def check(
     Args:
         transform: without ``sizes`` a transform; with ``sizes`` a function of the mesh that gives one, as in
             ``lambda mesh: shard(mesh["data"])``.
-        model: a model, or several. Float64 models make the law exact; by default a small llama with tied embeddings and a small
-            qwen3_moe with auxiliary losses.
+        model: a model, or several. Float64 models make the law exact; by default those of `small_models`: with tied
+            embeddings, with auxiliary losses, with leaves that no gradient reaches.
         batch: the global batch; by default one with packed documents, unequal weights and a row without targets.
         optimizer: by default AdamW behind clipping.
         seed: of the initial parameters and the default batch.
@@ -336,10 +336,32 @@ def small_models(dtype: torch.dtype = torch.float64) -> dict[str, Model]:
         "mlp_only_layers": [1],
         "tie_word_embeddings": False,
     }
+    latent = common | {
+        "model_type": "deepseek_v3",
+        "head_dim": None,
+        "num_key_value_heads": 4,
+        "intermediate_size": 18,
+        "max_position_embeddings": 64,
+        "initializer_range": 0.3,
+        "first_k_dense_replace": 1,
+        "q_lora_rank": 9,
+        "kv_lora_rank": 7,
+        "qk_nope_head_dim": 5,
+        "qk_rope_head_dim": 4,
+        "v_head_dim": 3,
+        "moe_intermediate_size": 5,
+        "n_routed_experts": 6,
+        "num_experts_per_tok": 2,
+        "n_shared_experts": 1,
+        "n_group": 3,
+        "topk_group": 2,
+        "routed_scaling_factor": 1.5,
+    }
     return {
         "llama": from_hf(tied, dtype=dtype),
         "qwen3": from_hf(dense | {"model_type": "qwen3"}, dtype=dtype, z_loss=0.01),
         "qwen3_moe": from_hf(moe, dtype=dtype, router_z_loss=0.01),
+        "deepseek_v3": from_hf(latent, dtype=dtype, balance_loss=0.05, sequence_loss=0.1, bias_update_speed=0.02),
     }
 
 
