@@ -350,9 +350,9 @@ def embed_fn(params: Params, *, input_ids: Int[Tensor, " T"]) -> tuple[Float[Ten
     return (F.embedding(input_ids, params["weight"]),)
 
 
-def embed_rule(vocab: int) -> Callable[[StageFn, Hashable, Lower], Pair]:
+def embed_rule(vocab: int, ids: str = "input_ids") -> Callable[[StageFn, Hashable, Lower], Pair]:
     """The rule of an embedding: it keeps nothing, and its backward needs the ids and the size of the vocabulary, no parameters.
-    Rows of the same id are summed in at least float32."""
+    Rows of the same id are summed in at least float32. ``ids`` is the constant that holds them."""
 
     def gradient(input_ids: Int[Tensor, " T"], dx: Float[Tensor, "T H"]) -> Float[Tensor, "V H"]:
         wide = torch.promote_types(dx.dtype, torch.float32)
@@ -371,7 +371,7 @@ def embed_rule(vocab: int) -> Callable[[StageFn, Hashable, Lower], Pair]:
             # not lowered: generated code adds rows of one id from several threads, in another order each time
             (dx,) = dwrites
             assert dx is not None  # nothing but the layers reads what the embedding writes
-            return {"weight": gradient(consts["input_ids"], dx)}, ()
+            return {"weight": gradient(consts[ids], dx)}, ()
 
         return Pair(forward, backward, needs_params=False)
 

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 
 from xtf.checkpoint_map import Named, Source
-from xtf.model import AuxLoss, Model, Update, cross_entropy, loss_writes
+from xtf.model import AuxLoss, Model, Update, cross_entropy, loss_consts, loss_writes
 from xtf.models.common import DecoderConfig, Leaves, Part, embed_fn, embed_rule, norm_fn
 from xtf.models.rope import tables
 from xtf.ops import Ops
@@ -28,6 +28,7 @@ def decoder(
     update: Update | None = None,
     active_fraction: float = 1.0,
     constants: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
+    further: Sequence[Part] = (),
 ) -> Model:
     """The `Model` of a family.
 
@@ -39,6 +40,7 @@ def decoder(
         dtype: of all parameters.
         z_loss: coefficient of the z-loss on the logits.
         constants: what its stages read of a packed batch beside rotary tables.
+        further: the parts of a layer that predicts the token after the next, see `xtf.models.further`.
 
     Raises:
         ValueError: for a dtype that is not floating or a negative coefficient.
@@ -47,15 +49,17 @@ def decoder(
         raise ValueError(f"{family} got dtype={dtype}; expected a floating one, as torch.float32 or torch.bfloat16")
     if not z_loss >= 0:
         raise ValueError(f"{family} got z_loss={z_loss!r}; expected a number of at least 0")
-    leaves = Leaves(dtype, config.initializer_range)
+    leaves, more = Leaves(dtype, config.initializer_range), 1 if further else 0
+    main = "main" if further else "x"
+    all_layers = [*layers, further] if further else layers
     vocabulary = leaves.matrix((config.vocab_size, config.hidden_size), ("vocab", "embed"))
     specs: dict[str, Any] = {
         "embed": {"weight": vocabulary},
-        "layers": [{part.name: part.specs for part in layer} for layer in layers],
+        "layers": [{part.name: part.specs for part in layer} for layer in all_layers],
         "norm": {"weight": leaves.norm(config.hidden_size)},
     }
     sources: dict[str, Source] = {"embed.weight": Named("model.embed_tokens.weight"), "norm.weight": Named("model.norm.weight")}
-    for i, layer in enumerate(layers):
+    for i, layer in enumerate(all_layers):
         sources |= {f"layers.{i}.{part.name}.{leaf}": source for part in layer for leaf, source in part.sources.items()}
     head = "embed.weight"
     if not config.tie_word_embeddings:
@@ -74,16 +78,17 @@ def decoder(
         return (
             Stage("embed", "embed", embed_fn, (key, "embed"), weight, (), ("x",), ("input_ids",), embed_rule(config.vocab_size)),
             *(stage for layer in layers for part in layer for stage in part.stages(ops, key)),
-            Stage("norm", "norm", norm_fn(eps), (key, "norm"), {"weight": "norm.weight"}, ("x",), ("x",)),
+            Stage("norm", "norm", norm_fn(eps), (key, "norm"), {"weight": "norm.weight"}, ("x",), (main,)),
+            *(stage for part in further for stage in part.stages(ops, key)),
             Stage(
                 "loss",
                 "loss",
-                cross_entropy(z_loss),
-                (key, "loss", z_loss),
+                cross_entropy(z_loss, more),
+                (key, "loss", z_loss, more),
                 {"weight": head},
-                ("x",),
-                loss_writes(z_loss),
-                ("targets", "weights", "normalizer"),
+                (main, *("x" for _ in range(more))),
+                loss_writes(z_loss, more),
+                loss_consts(more),
             ),
         )
 

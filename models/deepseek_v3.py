@@ -5,7 +5,7 @@ Kimi-K2 (Moonshot AI 2025) has the same architecture with other numbers.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -15,6 +15,7 @@ from xtf.model import Model
 from xtf.models import hf
 from xtf.models.common import SHARED, Leaves, Part, check_count, check_dtype, mlp, shared_from_hf, shared_to_hf
 from xtf.models.decoder import decoder
+from xtf.models.further import further_constants, further_layer
 from xtf.models.latent import LatentConfig, latent_attention
 from xtf.models.moe import mixture
 from xtf.models.routers import Router, bias_update, document_constants, router_loss
@@ -52,7 +53,8 @@ class Config(LatentConfig):
         routed_scaling_factor: factor on the weights of a token's experts.
         first_k_dense_replace: how many layers, from the first, have a dense MLP.
         norm_topk_prob: whether the weights of a token's experts sum to one before the factor.
-        num_nextn_predict_layers: modules in the checkpoint that predict further tokens. They are read over: this model has none.
+        num_nextn_predict_layers: modules in the checkpoint that predict further tokens. They are read over, unless the model is built with
+            an ``mtp_loss``.
         model_type: ``"deepseek_v3"`` or ``"kimi_k2"``, which ``config.json`` says.
 
     Example:
@@ -184,6 +186,7 @@ def deepseek_v3(
     sequence_loss: float = 0.0,
     aux: Literal["microbatch", "step"] = "microbatch",
     bias_update_speed: float = 1e-3,
+    mtp_loss: float = 0.0,
 ) -> Model:
     """A DeepSeek-V3 or Kimi-K2.
 
@@ -196,29 +199,47 @@ def deepseek_v3(
         sequence_loss: coefficient of the balance inside each document, which DeepSeek-V3 calls complementary and weighs by 1e-4.
         aux: the tokens of ``balance_loss``: those of a ``"microbatch"`` or of a whole ``"step"``.
         bias_update_speed: by how much the corrections of routers change in a step, 0 for never; see `xtf.models.routers.bias_update`.
+        mtp_loss: weight of the cross-entropy of the token after the next (DeepSeek-V3 has 0.3, later 0.1). Above 0 the model has the layer
+            that predicts it, as its last; it counts in ``loss`` and in the losses of routers, not in ``cross_entropy``. See
+            `xtf.models.further`.
 
     Raises:
-        ValueError: for a dtype that is not floating, a negative coefficient or speed, or another ``aux``.
+        ValueError: for a dtype that is not floating, a negative coefficient or speed, another ``aux``, or an ``mtp_loss`` of a config that
+            has no layer for it, or more than one.
     """
     check_dtype(dtype, "deepseek_v3")
-    leaves, options = Leaves(dtype, config.initializer_range), routed_options("deepseek_v3", locals())
+    if not mtp_loss >= 0:
+        raise ValueError(f"deepseek_v3 got mtp_loss={mtp_loss!r}; expected a number of at least 0")
+    if mtp_loss and config.num_nextn_predict_layers != 1:
+        raise ValueError(
+            f"deepseek_v3 got mtp_loss={mtp_loss!r} for a config with num_nextn_predict_layers={config.num_nextn_predict_layers}: "
+            "one such layer is supported, set it to 1"
+        )
+    leaves, last = Leaves(dtype, config.initializer_range), config.num_hidden_layers
+    sparse = (*config.sparse_layers, *((last,) if mtp_loss else ()))
+    options = routed_options("deepseek_v3", locals(), sparse)
     layers = [
         (latent_attention(config, i, leaves), routed_part(config, i, leaves, sequence_loss > 0)) for i in range(config.num_hidden_layers)
     ]
+    if mtp_loss:
+        block = latent_attention(config, last, leaves), routed_part(config, last, leaves, sequence_loss > 0)
+        ours, theirs = further_constants(mtp_loss), options.pop("constants")
+        options["further"] = further_layer(config, last, leaves, block)
+        options["constants"] = lambda packed: ours(packed) | (theirs(packed) if theirs is not None else {})
     return decoder("deepseek_v3", config, layers, config.to_hf(), dtype=dtype, z_loss=z_loss, **options)
 
 
 def routed_part(config: Any, layer: int, leaves: Leaves, documents: bool) -> Part:
     """The second half of a layer: a dense MLP in the first layers, then a mixture with shared experts."""
-    if layer not in config.sparse_layers:
+    if layer < config.first_k_dense_replace and layer < config.num_hidden_layers:
         return mlp(config, layer, leaves)
     inner = config.moe_intermediate_size
     shared = config.n_shared_experts * inner
     return mixture(config, layer, leaves, router=config.router, inner=inner, shared=shared, documents=documents)
 
 
-def routed_options(family: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """What `xtf.models.decoder.decoder` is told about routers, from a family function's arguments.
+def routed_options(family: str, given: Mapping[str, Any], sparse: Sequence[int]) -> dict[str, Any]:
+    """What `xtf.models.decoder.decoder` is told about the routers of the layers ``sparse``, from a family function's arguments.
 
     Raises:
         ValueError: for a negative coefficient or speed, or an unknown ``aux``.
@@ -229,7 +250,7 @@ def routed_options(family: str, given: Mapping[str, Any]) -> dict[str, Any]:
     for name in ("router_z_loss", "balance_loss", "sequence_loss"):
         if not given[name] >= 0:
             raise ValueError(f"{family} got {name}={given[name]!r}; expected a number of at least 0")
-    sparse, router = config.sparse_layers, config.router
+    router = config.router
     update = bias_update(sparse, given["bias_update_speed"])
     if not sparse:
         return {}

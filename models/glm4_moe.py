@@ -166,7 +166,7 @@ def glm4_moe(
         ValueError: for a dtype that is not floating, a negative coefficient or speed, or another ``aux``.
     """
     check_dtype(dtype, "glm4_moe")
-    leaves, options = Leaves(dtype, config.initializer_range), routed_options("glm4_moe", locals())
+    leaves, options = Leaves(dtype, config.initializer_range), routed_options("glm4_moe", locals(), config.sparse_layers)
     layers = [
         (
             attention(config, i, leaves, qkv_bias=config.attention_bias, head_norms=config.use_qk_norm),

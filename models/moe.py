@@ -15,7 +15,7 @@ from jaxtyping import Float, Int32
 from torch import Tensor
 
 from xtf.checkpoint_map import Concat, Either, Named, Source, Stack
-from xtf.experts import ExpertFn, routed_experts
+from xtf.experts import ExpertFn, routed_experts, routes_once
 from xtf.models import hf
 from xtf.models.common import DecoderConfig, Leaves, Part, linear, silu_mul
 from xtf.models.routers import Router, document_statistics, router_fn, sequence_fn, sequence_statistic, statistics
@@ -132,6 +132,7 @@ def mixture(
                 ("x",),
                 ("h", "router_weights", "router_indices", *statistics(layer), *by_document),
                 ("valid", *consts),
+                routes_once(2),
             )
         ]
         if documents:

@@ -106,7 +106,7 @@ def _muon() -> optim.Optimizer:
 
 OPTIMIZERS: Mapping[str, Callable[[], optim.Optimizer]] = {"adamw": testing.default_optimizer, "muon": _muon}
 
-MODELS = ("llama", "qwen3", "qwen3_moe", "moe_step", "moe_pooled")
+MODELS = ("llama", "qwen3", "qwen3_moe", "moe_step", "moe_pooled", "deepseek_v3")
 """What `model` knows besides ``"tiny"``, which is for many ranks and many cases: every leaf has fewer rows than 8 ranks need."""
 
 

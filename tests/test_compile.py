@@ -151,7 +151,7 @@ def test_compiled_laws_hold() -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("family", ["llama", "qwen3", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "qwen3_moe", "deepseek_v3"])
 def test_generated_code_holds_the_laws(family: str) -> None:
     both = lambda mesh: lambda step: compile_step(xtf.compose(shard(mesh["data"]), chunk_loss(tokens=7))(step))  # noqa: E731
     testing.check(both, model=testing.small_models()[family], data=2)

@@ -480,9 +480,10 @@ def test_auxiliary_gradients_of_another_scale(monkeypatch: pytest.MonkeyPatch) -
 
 def test_reports() -> None:
     reports = testing.check(lambda step: step)
-    assert [report.name for report in reports] == ["llama on one rank", "qwen3 on one rank", "qwen3_moe on one rank"]
+    assert [report.name for report in reports] == [f"{name} on one rank" for name in testing.small_models()]
     assert all(report.worst <= 1e-12 and not report.failures for report in reports)
     assert "gradient of layers.0.moe.router" in reports[2].errors and "metric expert_load" in reports[2].errors
+    assert "metric router_sequence_balance" in reports[3].errors and "gradient of layers.1.moe.correction" not in reports[3].errors
     assert str(reports[0]).startswith(f"llama on one rank: holds; {len(reports[0].errors)} quantities, largest relative error")
     (one,) = testing.check(lambda mesh: shard(mesh["data"]), model=[laws.model("tiny")], data=2)
     assert one.name == "llama on data=2"

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from xtf.model import loss_writes
+from xtf.model import loss_terms, loss_writes
 from xtf.stage import Lower, Pair, Params, Program, Stage, StageFn, Values
 from xtf.step import TrainStep
 
@@ -77,44 +77,53 @@ def chunk_tokens(vocab: int, itemsize: int, *, tokens: int | None = None, bytes:
 
 def chunked_pair(tokens: int | None, bytes: int | None, z_loss: float) -> Pair:
     """The loss stage over chunks: the stage's own values and constants, see `xtf.model.cross_entropy`."""
-    wanted = len(loss_writes(z_loss))
 
-    def chunks(weight: Float[Tensor, "V H"], x: Float[Tensor, "T H"], consts: Mapping[str, Any]) -> list[tuple[Tensor, Tensor, Tensor]]:
+    def chunks(weight: Float[Tensor, "V H"], x: Float[Tensor, "T H"], terms: tuple[Tensor, ...]) -> list[tuple[Tensor, Tensor, Tensor]]:
+        targets, weights, normalizer = terms
         dtype = _wide(x.dtype)
         size = chunk_tokens(weight.shape[0], dtype.itemsize, tokens=tokens, bytes=bytes)
-        scale = consts["weights"].to(dtype) * consts["normalizer"].to(dtype)
-        return list(zip(x.split(size), consts["targets"].split(size), scale.split(size), strict=True))
+        scale = weights.to(dtype) * normalizer.to(dtype)
+        return list(zip(x.split(size), targets.split(size), scale.split(size), strict=True))
 
-    def forward(params: Params, reads: Values, consts: Mapping[str, Any]) -> tuple[Values, tuple[Tensor, Tensor]]:
-        (x,), weight = reads, params["weight"]
-        dtype = _wide(x.dtype)
-        losses = x.new_zeros(2, dtype=dtype)
-        dx = torch.empty_like(x)
+    def written(losses: list[Float[Tensor, " losses"]]) -> Values:
+        """Further values add to the loss, and not to the cross-entropy."""
+        total = losses[0][0]
+        for more in losses[1:]:
+            total = total + more[0]
+        return (total, losses[0][1])[: len(loss_writes(z_loss, len(losses) - 1))]
+
+    def forward(params: Params, reads: Values, consts: Mapping[str, Any]) -> tuple[Values, tuple[list[Tensor], Tensor]]:
+        weight = params["weight"]
+        dtype = _wide(reads[0].dtype)
+        losses = [x.new_zeros(2, dtype=dtype) for x in reads]
+        dreads = [torch.empty_like(x) for x in reads]
         dweight = torch.zeros(weight.shape, dtype=dtype, device=weight.device)
-        for (h, targets, scale), out in zip(chunks(weight, x, consts), dx.split(_size(x, weight, tokens, bytes)), strict=True):
-            part, dlogits = _loss_and_dlogits(h, weight, targets, scale, z_loss)
-            losses += part
-            dlogits = dlogits.to(x.dtype)
-            torch.mm(dlogits, weight, out=out)
-            _add_product(dweight, dlogits, h)
-            del dlogits  # before the next chunk's are made
-        return tuple(losses)[:wanted], (dx, dweight)
+        for x, dx, own, terms in zip(reads, dreads, losses, loss_terms(consts, len(reads)), strict=True):
+            for (h, targets, scale), out in zip(chunks(weight, x, terms), dx.split(_size(x, weight, tokens, bytes)), strict=True):
+                part, dlogits = _loss_and_dlogits(h, weight, targets, scale, z_loss)
+                own += part
+                dlogits = dlogits.to(x.dtype)
+                torch.mm(dlogits, weight, out=out)
+                _add_product(dweight, dlogits, h)
+                del dlogits  # before the next chunk's are made
+        return written(losses), (dreads, dweight)
 
     def backward(
-        params: Params, residual: tuple[Tensor, Tensor], dwrites: tuple[Tensor | None, ...], consts: Mapping[str, Any]
+        params: Params, residual: tuple[list[Tensor], Tensor], dwrites: tuple[Tensor | None, ...], consts: Mapping[str, Any]
     ) -> tuple[dict[str, Tensor], tuple[Tensor | None, ...]]:
-        dx, dweight = residual
+        dreads, dweight = residual
         dloss = dwrites[0]
         assert dloss is not None
         # In place: the walk hands a residual to one backward only, and the head's gradient is large.
-        return {"weight": dweight.mul_(dloss)}, (dx.mul_(dloss.to(dx.dtype)),)
+        return {"weight": dweight.mul_(dloss)}, tuple([dx.mul_(dloss.to(dx.dtype)) for dx in dreads])
 
     def evaluate(params: Params, reads: Values, consts: Mapping[str, Any]) -> Values:
-        (x,), weight = reads, params["weight"]
-        losses = x.new_zeros(2, dtype=_wide(x.dtype))
-        for h, targets, scale in chunks(weight, x, consts):
-            losses += _losses_and_exponentials(h, weight, targets, scale, z_loss)[0]
-        return tuple(losses)[:wanted]
+        weight = params["weight"]
+        losses = [x.new_zeros(2, dtype=_wide(x.dtype)) for x in reads]
+        for x, own, terms in zip(reads, losses, loss_terms(consts, len(reads)), strict=True):
+            for h, targets, scale in chunks(weight, x, terms):
+                own += _losses_and_exponentials(h, weight, targets, scale, z_loss)[0]
+        return written(losses)
 
     return Pair(forward, backward, needs_params=False, evaluate=evaluate)
 

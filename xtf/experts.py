@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Float, Int32, Int64
 from torch import Tensor
 
-from xtf.stage import Lower, Pair, PairRule, Params, Rows, Stage, StageFn, Values
+from xtf.stage import Lower, Pair, PairRule, Params, Rows, Stage, StageFn, Values, recompute
 from xtf.tree import Path
 
 ExpertFn = Callable[[Params, Tensor, Tensor], Tensor]
@@ -134,6 +134,32 @@ def combine(rows: Float[Tensor, "S H"], weights: Float[Tensor, "T k"], dispatch:
     place = torch.empty_like(dispatch.order).scatter(0, dispatch.order, slots)  # the sorted row of each slot
     by_token = rows.index_select(0, place).view(*weights.shape, rows.shape[1])
     return (by_token.to(weights.dtype) * weights.unsqueeze(-1)).sum(1).to(rows.dtype)
+
+
+def routes_once(at: int) -> PairRule:
+    """The rule of a router stage: like `xtf.stage.recompute`, but the choice it wrote is kept and given back to the function as the
+    constant ``chosen``. Another graph of the same scores may round otherwise, and experts have computed for this choice.
+
+    Args:
+        at: which of the values the stage writes is the choice: int64 (T, k).
+    """
+
+    def rule(fn: StageFn, key: Hashable, lower: Lower) -> Pair:
+        pair = recompute(fn, key, lower)
+
+        def forward(params: Params, reads: Values, consts: Mapping[str, Any]) -> tuple[Values, tuple[Any, Tensor]]:
+            writes, kept = pair.forward(params, reads, consts)
+            return writes, (kept, writes[at])
+
+        def backward(
+            params: Params, residual: tuple[Any, Tensor], dwrites: tuple[Tensor | None, ...], consts: Mapping[str, Any]
+        ) -> tuple[Mapping[str, Tensor], tuple[Tensor | None, ...]]:
+            kept, chosen = residual
+            return pair.backward(params, kept, dwrites, {**consts, "chosen": chosen})
+
+        return Pair(forward, backward)
+
+    return rule
 
 
 def arrived_experts(compute: ExpertFn) -> PairRule:

@@ -44,7 +44,7 @@ class Model:
         constants: adds to the constants of a packed batch (`xtf.batch.pack`) what the family's stages read, as rotary tables.
         build: ``build(ops) -> stages``. The last stage has the kind ``"loss"``: it has one parameter ``weight`` (vocab, embed),
             reads the hidden states after the last norm, and writes ``"loss"``, the sum over targets of weight ×
-            cross-entropy × the constant ``normalizer`` (see `cross_entropy`).
+            cross-entropy × the constant ``normalizer`` (see `cross_entropy`). The next token is scored from the first value it reads.
         sources: where each leaf is found in a Hugging Face checkpoint.
         hf_config: the fields of the ``config.json`` that transformers needs for this model.
         vocab: size of the vocabulary.
@@ -102,8 +102,8 @@ class Model:
         return packed | self.constants(packed)
 
     def _hidden(self, params: Tree, consts: Mapping[str, Any]) -> dict[str, Tensor]:
-        """Every value that stands after the last stage but the loss."""
-        return run(self._reference[:-1], params, consts)
+        """Every value that stands after the stages that the scores of the next token need."""
+        return run(scoring(self._reference), params, consts)
 
     def _head(self, params: Tree) -> Float[Tensor, "V H"]:
         return tree.items(params)[self._reference[-1].params["weight"]]
@@ -129,7 +129,7 @@ class Model:
         """
         optional = {"positions": positions, "document_ids": document_ids}
         consts = self.pack({"input_ids": input_ids} | {k: v for k, v in optional.items() if v is not None}, supervised=False)
-        (read,) = self._reference[-1].reads
+        read = self._reference[-1].reads[0]
         logits = F.linear(self._hidden(params, consts)[read], self._head(params))
         return logits.view(*input_ids.shape, self.vocab)
 
@@ -160,7 +160,7 @@ class Model:
             (batch, seq), at least float32; the value of the label at t stands at t, 0 where t is no target.
         """
         consts = self.pack(batch)
-        (read,) = self._reference[-1].reads
+        read = self._reference[-1].reads[0]
         hidden, head, targets = self._hidden(params, consts)[read], self._head(params), consts["targets"]
         parts: list[Tensor] = []
         for h, t in zip(torch.split(hidden, chunk), torch.split(targets, chunk), strict=True):
@@ -179,6 +179,13 @@ def statistics(stages: tuple[Any, ...]) -> tuple[str, ...]:
     return tuple(name for stage in stages for name in stage.writes if name not in read and name not in RESULTS)
 
 
+def scoring(stages: tuple[Stage, ...]) -> tuple[Stage, ...]:
+    """The stages that the scores of the next token need: those up to the last that writes the first value of the loss."""
+    read = stages[-1].reads[0]
+    last = max(at for at, stage in enumerate(stages) if read in stage.writes)
+    return stages[: last + 1]
+
+
 def run(stages: tuple[Stage, ...], params: Tree, consts: Mapping[str, Any]) -> dict[str, Tensor]:
     """Run stages one after another on whole parameters, plainly. Returns every value as it stands in the end."""
     by_path, values = tree.items(params), dict[str, Tensor]()
@@ -193,11 +200,16 @@ def run(stages: tuple[Stage, ...], params: Tree, consts: Mapping[str, Any]) -> d
     return values
 
 
-def cross_entropy(z_loss: float = 0.0) -> Callable[..., tuple[Float[Tensor, ""], ...]]:
+def cross_entropy(z_loss: float = 0.0, further: int = 0) -> Callable[..., tuple[Float[Tensor, ""], ...]]:
     """The plain loss stage, every logit at once: ``fn(params, x, *, targets, weights, normalizer) -> loss_writes(z_loss)``.
 
     ``loss`` is Σ weight × (cross-entropy + z-loss) × normalizer. With a z-loss, ``cross_entropy`` is the same without it, a
     metric that carries no gradient.
+
+    Args:
+        z_loss: coefficient of the z-loss.
+        further: how many values it reads after the first, each with the same head and with targets and weights of its own
+            (`loss_consts`). They add to ``loss``, not to ``cross_entropy``.
     """
 
     def losses(
@@ -214,14 +226,30 @@ def cross_entropy(z_loss: float = 0.0) -> Callable[..., tuple[Float[Tensor, ""],
         scale = weights.to(total.dtype) * normalizer.to(total.dtype)
         return (total * scale).sum(), (entropy.detach() * scale).sum()
 
-    wanted = len(loss_writes(z_loss))
+    wanted = len(loss_writes(z_loss, further))
 
-    def loss(params: Mapping[str, Tensor], x: Tensor, *, targets: Tensor, weights: Tensor, normalizer: Tensor) -> tuple[Tensor, ...]:
-        return losses(params, x, targets, weights, normalizer)[:wanted]
+    def loss(params: Mapping[str, Tensor], *reads: Tensor, **consts: Tensor) -> tuple[Tensor, ...]:
+        parts = [losses(params, x, *terms) for x, terms in zip(reads, loss_terms(consts, len(reads)), strict=True)]
+        total = parts[0][0]
+        for more, _ in parts[1:]:
+            total = total + more
+        return (total, parts[0][1])[:wanted]
 
     return loss
 
 
-def loss_writes(z_loss: float) -> tuple[str, ...]:
+def loss_writes(z_loss: float, further: int = 0) -> tuple[str, ...]:
     """What a loss stage writes."""
-    return ("loss", "cross_entropy") if z_loss else ("loss",)
+    return ("loss", "cross_entropy") if z_loss or further else ("loss",)
+
+
+def loss_consts(further: int = 0) -> tuple[str, ...]:
+    """The constants that a loss stage takes; for each further value it reads, targets and weights with its number."""
+    more = (f"{name}_{i}" for i in range(1, further + 1) for name in ("targets", "weights"))
+    return ("targets", "weights", "normalizer", *more)
+
+
+def loss_terms(consts: Mapping[str, Tensor], reads: int) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """(targets, weights, normalizer) of each value that a loss stage reads."""
+    suffixes = ["", *(f"_{i}" for i in range(1, reads))]
+    return [(consts[f"targets{suffix}"], consts[f"weights{suffix}"], consts["normalizer"]) for suffix in suffixes]

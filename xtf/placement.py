@@ -192,12 +192,13 @@ def _groups(placements: Mapping[str, Placement]) -> list[_Group]:
 
 
 def gather_transfer(stage: str, placements: Mapping[str, Placement], compute: torch.dtype | None) -> Transfer | None:
-    """The transfer that makes a stage's parameters of this rank's blocks, cast to the compute dtype before they travel.
+    """The transfer that makes a stage's parameters of this rank's blocks, cast to the compute dtype before they travel. Leaves that are
+    not trained are not cast: a router's correction moves by steps that 16 bits would swallow.
 
     ``None`` where there is nothing to gather and nothing to cast.
     """
     groups = _groups(placements)
-    dtypes = {name: compute or p.spec.dtype for name, p in placements.items()}
+    dtypes = {name: compute if compute and p.spec.trainable else p.spec.dtype for name, p in placements.items()}
     if not groups and all(dtypes[name] == p.spec.dtype for name, p in placements.items()):
         return None
     by_dtype = [

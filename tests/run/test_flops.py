@@ -42,7 +42,7 @@ def counted(model: Model, batch: Any, *, backward: bool) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("backward", [False, True])
-@pytest.mark.parametrize("family", ["llama", "qwen3", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "qwen3_moe", "deepseek_v3"])
 def test_products_with_matrices_are_what_torch_counts(family: str, backward: bool) -> None:
     model = small_models()[family]
     batch = random_batch(model.vocab)

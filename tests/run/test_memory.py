@@ -56,6 +56,8 @@ SMALL = xtf.compose(precision(params=torch.bfloat16, reduce=torch.float32), chun
         ("qwen3_moe", "muon", CHUNKED),
         ("qwen3_moe", "sgd", PLAIN),
         ("qwen3_moe", "adamw", SMALL),
+        ("deepseek_v3", "adamw", MIXED),
+        ("deepseek_v3", "muon", CHUNKED),
     ],
 )
 def test_parameters_gradients_and_state_are_exact(family: str, optimizer: str, transform: Any) -> None:

@@ -16,6 +16,7 @@ from xtf.mesh import Mesh, simulate, split_batch
 from xtf.model import Model
 from xtf.models import from_hf
 from xtf.record import Record
+from xtf.stage import Stage
 from xtf.step import Compilation, TrainStep, compose, train_step
 from xtf.transforms import accumulate, chunk_loss, precision, shard
 
@@ -224,3 +225,15 @@ def test_twice_is_refused() -> None:
 def test_the_stack_says_the_dtypes() -> None:
     step = MIXED(train_step(laws.model("tiny"), testing.default_optimizer()))
     assert step.stack == ("precision(params=float32, compute=bfloat16, reduce=float32)",)
+
+
+def test_what_is_not_trained_is_not_cast() -> None:
+    """A router's correction moves by a thousandth a step, less than bfloat16 tells apart."""
+    model = testing.small_models(torch.float32)["deepseek_v3"]
+    step = precision(compute=torch.bfloat16)(train_step(model, testing.default_optimizer()))
+    router = next(stage for stage in step.program if isinstance(stage, Stage) and stage.kind == "router")
+    local = tree.items(step.init(0).params)
+    assert router.gather is not None
+    seen = router.gather.wait(router.gather.start({name: local[path] for name, path in router.params.items()}))
+    dtypes = {name: leaf.dtype for name, leaf in seen.items()}
+    assert dtypes == {"norm": torch.bfloat16, "router": torch.bfloat16, "correction": torch.float32}

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from xtf import tree
 from xtf.batch import pack
-from xtf.model import Model
+from xtf.model import Model, scoring
 from xtf.ops import Ops
 from xtf.ops.lowering import best
 from xtf.ops.reference import attend_with_sinks, check_attention
@@ -59,8 +59,8 @@ class NextToken:
         missing = sorted({path for stage in stages for path in stage.params.values()} - leaves.keys())
         if missing:
             raise ValueError(f"the parameters have no {missing[:5]}: they are not this model's (of a state, give state.params)")
-        self._stages = [(stage, {name: leaves[path] for name, path in stage.params.items()}) for stage in stages[:-1]]
-        self._head, (self._read,) = leaves[stages[-1].params["weight"]], stages[-1].reads
+        self._stages = [(stage, {name: leaves[path] for name, path in stage.params.items()}) for stage in scoring(stages)]
+        self._head, self._read = leaves[stages[-1].params["weight"]], stages[-1].reads[0]
         self._seen: list[int] = []
         self._probed: list[Any] = []
         self.computed = 0

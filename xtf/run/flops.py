@@ -81,10 +81,11 @@ def model_flops(model: Model) -> ModelFlops:
     specs: dict[Path, ParamSpec] = tree.items(model.specs)
     active = 0.0
     for stage in model.build(REFERENCE):
+        times = len(stage.reads) if stage.kind == "loss" else 1  # the head is a product for each value that is scored
         for path in stage.params.values() if stage.kind != "embed" else ():
             spec = specs[path]
             if sum(axis != "expert" for axis in spec.axes) >= 2:
-                active += spec.numel * (model.active_fraction if "expert" in spec.axes else 1.0)
+                active += times * spec.numel * (model.active_fraction if "expert" in spec.axes else 1.0)
     return ModelFlops(_TRAIN * _MAC * round(active), _attention_calls(model))
 
 
