@@ -11,6 +11,7 @@ import torch
 import xtf
 from tests import gloo, laws
 from xtf import testing, tree
+from xtf.dispatch import DISPATCHERS
 from xtf.mesh import Mesh, simulate, split_batch
 from xtf.record import Record
 from xtf.step import compose, train_step
@@ -48,6 +49,31 @@ def test_laws(case: laws.Case) -> None:
 def test_laws_matrix(layout: dict[str, int]) -> None:
     fewer = {"layout": [layout], "order": (0, 4), "model": laws.MODELS, "batch": ("documents", "one_rank")}
     for row in laws.product(**FACTORS | fewer):
+        check(laws.case(**row))
+
+
+EXPERTS: dict[str, Any] = {
+    "layout": [{"expert": 2}, {"data": 2, "expert": 2}, {"expert": 3}, {"expert": 2, "replicate": 2}],
+    "model": ("tiny_moe", "qwen3_moe", "deepseek_v3", "moe_step"),
+    "dispatcher": tuple(DISPATCHERS),
+    "overlap": (1, 2, 3),
+    "sharded": (True, False),
+    "chunk": (7, None),
+    "micros": (None, 2),
+    "order": (0, 17),
+    "optimizer": ("adamw", "muon"),
+}
+
+
+@pytest.mark.parametrize("case", [laws.case(**row) for row in laws.pairwise(**EXPERTS)], ids=str)
+def test_laws_of_experts_on_several_ranks(case: laws.Case) -> None:
+    check(case)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("dispatcher", DISPATCHERS)
+def test_laws_matrix_of_experts_on_several_ranks(dispatcher: str) -> None:
+    for row in laws.product(**EXPERTS | {"dispatcher": [dispatcher], "model": ("tiny_moe", "deepseek_v3"), "order": (0,)}):
         check(laws.case(**row))
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import xtf
 from tests import laws
@@ -35,7 +36,7 @@ LAYOUTS = [{"expert": 2}, {"data": 2, "expert": 2}, {"expert": 3}, {"replicate":
         laws.case(**row)
         for row in laws.pairwise(
             layout=LAYOUTS,
-            model=("tiny_moe", "qwen3_moe", "moe_step"),
+            model=("tiny_moe", "qwen3_moe", "moe_step", "deepseek_v3"),
             dispatcher=tuple(DISPATCHERS),
             overlap=(1, 2, 3),
             sharded=(True, False),
@@ -94,6 +95,35 @@ def test_laws_matrix(expert: int, overlap: int, dispatcher: str) -> None:
         laws.case(model="tiny_moe", dispatcher=dispatcher, overlap=overlap, **row).check()
     for row in laws.product(layout=layouts[:2], model=("qwen3_moe", "moe_step", "moe_pooled"), batch=laws.BATCHES[:-2]):
         laws.case(dispatcher=dispatcher, overlap=overlap, **row).check()
+
+
+class _Counts(TorchDispatchMode):
+    """Counts the calls of some operations."""
+
+    def __init__(self, *names: str) -> None:
+        super().__init__()
+        self.names, self.calls = names, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls += func.overloadpacket.__name__ in self.names
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_router_routes_once() -> None:
+    """In forward. Its backward takes the choice that was kept, as do experts on every rank."""
+    model, batch = laws.model("qwen3_moe"), testing.random_batch(61)
+    for overlap in (1, 2):
+
+        def calls(mesh: Mesh, overlap: int = overlap) -> tuple[int, int]:
+            step = expert_parallel(mesh["expert"], overlap=overlap)(train_step(model, testing.default_optimizer()))
+            params = step.init(0).params
+            with _Counts("topk") as forward:
+                step.loss(params, batch)
+            with _Counts("topk") as both:
+                step.value_and_grad(params, batch)
+            return forward.calls, both.calls
+
+        assert simulate(calls, expert=2) == [(2 * overlap, 2 * overlap)] * 2
 
 
 def mixture(experts: int, top_k: int) -> Model:

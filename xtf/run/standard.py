@@ -19,7 +19,7 @@ from xtf.optim import Optimizer
 from xtf.run.recipe import Data, Evaluation, Files, Recipe, Schedule
 from xtf.run.training_data import DemoText, FileData
 from xtf.step import TrainStep
-from xtf.transforms import accumulate, chunk_loss, precision, shard
+from xtf.transforms import accumulate, chunk_loss, expert_parallel, precision, shard
 
 Transform = Callable[[TrainStep], TrainStep]
 
@@ -72,9 +72,9 @@ def standard(
         optimizer: AdamW, or Muon for matrices with AdamW for the rest.
         weight_decay: Decoupled; vectors (norms, biases) have none.
         clip: Largest global norm of the gradients; 0 does not clip.
-        transforms: In the order of compose, as shard,chunk_loss,accumulate=2,precision=bfloat16 (by default chunk_loss, and
-            shard where there are several ranks).
-        mesh: Axes of the ranks, as data=-1 or replica=2,data=4 (shard then keeps a copy per replica).
+        transforms: In the order of compose, as shard,chunk_loss,accumulate=2,precision=bfloat16,expert_parallel=expert/2 (by
+            default chunk_loss, and shard where there are several ranks).
+        mesh: Axes of the ranks, as data=-1, data=-1,expert=8 or replica=2,data=4 (shard then keeps a copy per replica).
         backend: What stages are compiled with.
         seed: Of initial values, the order of the data, and the sample.
         tokenizer: Folder of the tokenizer (by default that of the model).
@@ -218,6 +218,16 @@ def _accumulate(mesh: Mesh, value: str) -> Transform:
     return accumulate(_count("accumulate", value))
 
 
+def _expert_parallel(mesh: Mesh, value: str) -> Transform:
+    name, _, parts = value.partition("/")
+    name = name or "expert"
+    if name not in mesh.sizes:
+        raise ValueError(
+            f"expert_parallel={value}: the mesh has no axis {name}; it has {', '.join(mesh)}: give one, as --mesh data=-1,expert=2"
+        )
+    return expert_parallel(mesh[name], overlap=_count("expert_parallel", parts) if parts else 1)
+
+
 def _count(name: str, value: str) -> int:
     if not value.isdigit() or int(value) < 1:
         raise ValueError(f"{name}={value}: expected a number of at least 1, as {name}=2")
@@ -228,6 +238,7 @@ TRANSFORMS: dict[str, _Named] = {
     "shard": _Named(_shard, "axes joined by +, by default all but replica"),
     "chunk_loss": _Named(_chunk_loss, "tokens of a chunk, by default chosen"),
     "accumulate": _Named(_accumulate, "micro-batches"),
+    "expert_parallel": _Named(_expert_parallel, "an axis, by default expert, and after a slash the parts that overlap: expert/2"),
     "precision": _Named(_precision, "bfloat16, float16 or float32"),
 }
 

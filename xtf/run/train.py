@@ -205,6 +205,11 @@ class _Loop:
         mfu = reached / self.peak
         memory = used_memory(self.step.device)
         self.progress.update(index + 1, loss=loss, tokens=tokens, mfu=mfu, memory=memory)
+        if int(metrics["skipped"]):
+            self.progress.message(
+                f"step {index + 1} skipped: loss {float(metrics['loss']):g} and gradient norm {float(metrics['grad_norm']):g} are not both "
+                f"finite; nothing was changed, {int(state.skipped)} steps skipped so far"
+            )
         rows = -(-self.recipe.data.rows // self.ranks) * self.ranks
         extra: dict[str, Tensor | float | int] = {
             "seconds": seconds,
