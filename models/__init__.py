@@ -20,15 +20,32 @@ from xtf.models.deepseek_v3 import Config as DeepseekV3Config
 from xtf.models.deepseek_v3 import deepseek_v3
 from xtf.models.glm4_moe import Config as Glm4MoeConfig
 from xtf.models.glm4_moe import glm4_moe
+from xtf.models.gpt_oss import Config as GptOssConfig
+from xtf.models.gpt_oss import gpt_oss
 from xtf.models.llama import Config as LlamaConfig
 from xtf.models.llama import llama
+from xtf.models.mixtral import Config as MixtralConfig
+from xtf.models.mixtral import mixtral
 from xtf.models.presets import PRESETS
 from xtf.models.qwen3 import Config as Qwen3Config
 from xtf.models.qwen3 import qwen3
 from xtf.models.qwen3_moe import Config as Qwen3MoeConfig
 from xtf.models.qwen3_moe import qwen3_moe
 
-__all__ = ["FAMILIES", "PRESETS", "Family", "deepseek_v3", "from_hf", "glm4_moe", "llama", "preset", "qwen3", "qwen3_moe"]
+__all__ = [
+    "FAMILIES",
+    "PRESETS",
+    "Family",
+    "deepseek_v3",
+    "from_hf",
+    "glm4_moe",
+    "gpt_oss",
+    "llama",
+    "mixtral",
+    "preset",
+    "qwen3",
+    "qwen3_moe",
+]
 
 
 class Family(NamedTuple):
@@ -39,7 +56,9 @@ class Family(NamedTuple):
 
 
 FAMILIES: Mapping[str, Family] = {
+    "gpt_oss": Family(GptOssConfig, gpt_oss),
     "llama": Family(LlamaConfig, llama),
+    "mixtral": Family(MixtralConfig, mixtral),
     "qwen2": Family(LlamaConfig, llama),
     "qwen3": Family(Qwen3Config, qwen3),
     "qwen3_moe": Family(Qwen3MoeConfig, qwen3_moe),

@@ -175,7 +175,7 @@ class Leaves(NamedTuple):
     std: float
 
     def matrix(self, shape: tuple[int, ...], axes: tuple[str | None, ...]) -> ParamSpec:
-        """Starts normal."""
+        """Starts normal; also what is no matrix but starts as one."""
         return ParamSpec(shape, self.dtype, axes, Init.normal(self.std))
 
     def bias(self, size: int, axis: str | None) -> ParamSpec:
@@ -225,6 +225,7 @@ def attention(
     qkv_bias: bool = False,
     output_bias: bool = False,
     head_norms: bool = False,
+    sinks: bool = False,
 ) -> Part:
     """Norm, grouped-query attention over packed documents with rotary positions, and residual.
 
@@ -235,6 +236,7 @@ def attention(
         window: tokens that a token sees, itself included; ``None`` for all of its document.
         qkv_bias, output_bias: which projections have biases.
         head_norms: whether each query and key head is normed before it is rotated (Dehghani et al. 2023, "Scaling ViT").
+        sinks: whether each query head has a score of its own in the softmax, see `xtf.ops.Attention`.
     """
     hidden, size = config.hidden_size, config.head_dim
     widths = {
@@ -257,6 +259,9 @@ def attention(
         for name in ("q_norm", "k_norm"):
             specs[name] = leaves.norm(size, None)
             sources[name] = Named(f"{prefix}.self_attn.{name}.weight")
+    if sinks:
+        specs["sinks"] = leaves.matrix((config.num_attention_heads,), ("heads",))
+        sources["sinks"] = Named(f"{prefix}.self_attn.sinks")
 
     def stages(ops: Ops, key: Hashable) -> tuple[Stage, ...]:
         name = f"layers.{layer}.attention"
@@ -292,7 +297,7 @@ def attention_fn(
         h = rms_norm(x, params["norm"], eps)
         q, k, v = (rearrange(linear(params, name, h), "T (heads D) -> T heads D", D=size) for name in ("q", "k", "v"))
         q, k = (turn(head_norm(params, name, t), cos, sin) for name, t in (("q_norm", q), ("k_norm", k)))
-        mixed = ops.attention(q, k, v, cu_seqlens, scale=size**-0.5, window=window)
+        mixed = ops.attention(q, k, v, cu_seqlens, scale=size**-0.5, window=window, sinks=params.get("sinks"))
         return (x + linear(params, "o", rearrange(mixed, "T heads D -> T (heads D)")),)
 
     return fn

@@ -6,6 +6,8 @@ import math
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from xtf.checkpoint.quantised import refused
+
 _BOOKKEEPING = frozenset(
     {
         "architectures",
@@ -44,6 +46,7 @@ _ONLY: dict[str, Any] = {
     "hidden_act": "silu",
     "attention_dropout": 0,
     "rope_interleaved": False,
+    "router_jitter_noise": 0,
     "use_mrope": False,
     "is_decoder": False,
     "is_encoder_decoder": False,
@@ -58,9 +61,11 @@ _INTEGERS = frozenset(
     {
         "bos_token_id",
         "decoder_sparse_step",
+        "experts_per_token",
         "first_k_dense_replace",
         "head_dim",
         "hidden_size",
+        "initial_context_length",
         "intermediate_size",
         "kv_lora_rank",
         "max_position_embeddings",
@@ -90,7 +95,16 @@ _INTEGERS = frozenset(
     }
 )
 _NUMBERS = frozenset(
-    {"initializer_range", "partial_rotary_factor", "rms_norm_eps", "rope_theta", "routed_scaling_factor", "router_aux_loss_coef"}
+    {
+        "initializer_range",
+        "partial_rotary_factor",
+        "rms_norm_eps",
+        "rope_theta",
+        "routed_scaling_factor",
+        "router_aux_loss_coef",
+        "swiglu_alpha",
+        "swiglu_limit",
+    }
 )
 _FLAGS = frozenset(
     {"attention_bias", "mlp_bias", "norm_topk_prob", "rope_interleave", "tie_word_embeddings", "use_qk_norm", "use_sliding_window"}
@@ -111,10 +125,12 @@ def read(config: Mapping[str, Any], *, family: str, model_types: Collection[str]
         known: the fields that it reads, beside those of the rotary embedding.
 
     Returns:
-        ``config`` without bookkeeping, and without fields that are ``None`` (which in transformers stands for a default).
+        ``config`` without bookkeeping and ``quantization_config``, and without fields that are ``None`` (which in transformers
+        stands for a default).
 
     Raises:
-        ValueError: for another ``model_type``, and for a field that is unknown, of a wrong type, or has a value that is not supported.
+        ValueError: for another ``model_type``, and for a field that is unknown, of a wrong type, or has a value that is not supported;
+            for a quantisation that `xtf.load_params` does not read.
 
     Example:
         >>> read({"model_type": "llama", "vocab_size": 8, "use_cache": True}, family="llama", model_types=["llama"], known=["vocab_size"])
@@ -127,6 +143,11 @@ def read(config: Mapping[str, Any], *, family: str, model_types: Collection[str]
     found: dict[str, Any] = {}
     for name, value in config.items():
         if value is None or name in _BOOKKEEPING or name.startswith(("_", "transformers.js")):
+            continue
+        if name == "quantization_config":  # how weights are stored, not what the model is: reading them takes care of it
+            why = refused(config)
+            if why is not None:
+                raise ValueError(f"{family}: {why}")
             continue
         if name in _ONLY:
             if value != _ONLY[name]:

@@ -5,12 +5,17 @@ from __future__ import annotations
 from xtf.models.common import DecoderConfig
 from xtf.models.deepseek_v3 import Config as DeepseekV3
 from xtf.models.glm4_moe import Config as Glm4Moe
+from xtf.models.gpt_oss import Config as GptOss
 from xtf.models.llama import Config as Llama
+from xtf.models.mixtral import Config as Mixtral
 from xtf.models.qwen3 import Config as Qwen3
 from xtf.models.qwen3_moe import Config as Qwen3Moe
 from xtf.models.rope import Rope
 
 _QWEN3_ROPE = Rope(theta=1e6)
+_GPT_OSS_ROPE = Rope(
+    theta=150000.0, kind="yarn", factor=32.0, original_max_position_embeddings=4096, beta_fast=32.0, beta_slow=1.0, truncate=False
+)
 
 
 def _deepseek_rope(theta: float, factor: float, beta_fast: float) -> Rope:
@@ -94,6 +99,53 @@ PRESETS: dict[str, DecoderConfig] = {
         norm_topk_prob=True,
         max_position_embeddings=40960,
         rope=_QWEN3_ROPE,
+    ),
+    "mixtral-8x7b": Mixtral(
+        vocab_size=32000,
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=128,
+        num_local_experts=8,
+        num_experts_per_tok=2,
+        router_aux_loss_coef=0.02,
+        rms_norm_eps=1e-5,
+        max_position_embeddings=32768,
+        rope=Rope(theta=1e6),
+    ),
+    "gpt-oss-20b": GptOss(
+        vocab_size=201088,
+        hidden_size=2880,
+        intermediate_size=2880,
+        num_hidden_layers=24,
+        num_attention_heads=64,
+        num_key_value_heads=8,
+        head_dim=64,
+        num_local_experts=32,
+        num_experts_per_tok=4,
+        sliding_window=128,
+        layer_types=("sliding_attention", "full_attention") * 12,
+        rms_norm_eps=1e-5,
+        max_position_embeddings=131072,
+        rope=_GPT_OSS_ROPE,
+    ),
+    "gpt-oss-120b": GptOss(
+        vocab_size=201088,
+        hidden_size=2880,
+        intermediate_size=2880,
+        num_hidden_layers=36,
+        num_attention_heads=64,
+        num_key_value_heads=8,
+        head_dim=64,
+        num_local_experts=128,
+        num_experts_per_tok=4,
+        sliding_window=128,
+        layer_types=("sliding_attention", "full_attention") * 18,
+        rms_norm_eps=1e-5,
+        max_position_embeddings=131072,
+        rope=_GPT_OSS_ROPE,
     ),
     "deepseek-v3": DeepseekV3(
         vocab_size=129280,

@@ -12,7 +12,7 @@ from xtf.model import Model
 from xtf.models import hf
 from xtf.models.common import SHARED, DecoderConfig, Leaves, Part, attention, check_count, check_dtype, mlp, shared_from_hf, shared_to_hf
 from xtf.models.decoder import decoder
-from xtf.models.moe import mixture
+from xtf.models.moe import check_experts, check_options, mixture
 from xtf.models.routers import Router, document_constants, router_loss
 
 _OWN = (
@@ -70,15 +70,11 @@ class Config(DecoderConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("moe_intermediate_size", "num_experts", "num_experts_per_tok", "decoder_sparse_step"):
+        for name in ("moe_intermediate_size", "decoder_sparse_step"):
             check_count(self, name, 1)
-        if self.num_experts_per_tok > self.num_experts:
-            raise ValueError(f"num_experts_per_tok={self.num_experts_per_tok} is more than num_experts={self.num_experts}")
+        check_experts("num_experts", self.num_experts, self.num_experts_per_tok, self.router_aux_loss_coef)
         for name in ("norm_topk_prob", "attention_bias"):
             hf.check_flag(name, getattr(self, name))
-        hf.check_number("router_aux_loss_coef", self.router_aux_loss_coef)
-        if not self.router_aux_loss_coef >= 0:
-            raise ValueError(f"router_aux_loss_coef={self.router_aux_loss_coef!r}; expected a number of at least 0")
         for layer in self.mlp_only_layers:
             hf.check_integer("mlp_only_layers", layer)
         outside = [i for i in self.mlp_only_layers if not 0 <= i < self.num_hidden_layers]
@@ -154,11 +150,9 @@ def qwen3_moe(
         ValueError: for a dtype that is not floating, a negative coefficient, or another ``aux``.
     """
     check_dtype(dtype, "qwen3_moe")
-    if aux not in ("microbatch", "step", "pooled"):
-        raise ValueError(f"qwen3_moe got aux={aux!r}; expected 'microbatch', 'step' or 'pooled'")
-    for name, value in {"router_z_loss": router_z_loss, "sequence_loss": sequence_loss}.items():
-        if not value >= 0:
-            raise ValueError(f"qwen3_moe got {name}={value!r}; expected a number of at least 0")
+    check_options("qwen3_moe", aux, router_z_loss)
+    if not sequence_loss >= 0:
+        raise ValueError(f"qwen3_moe got sequence_loss={sequence_loss!r}; expected a number of at least 0")
     leaves = Leaves(dtype, config.initializer_range)
     bias, sparse, top_k = config.attention_bias, config.sparse_layers, config.num_experts_per_tok
     router = Router(config.num_experts, top_k, normalize=config.norm_topk_prob)

@@ -102,19 +102,23 @@ def router_fn(router: Router, eps: float, *, documents: bool = False) -> StageFn
         eps: of the norm.
         documents: also write, for each document, counts (N, E) and probs (N, E). The function then takes the constants ``document``
             (T,) and ``document_tokens`` (N,), see `document_constants`.
+
+    Given the constant ``chosen`` (T, k), the function takes those experts instead of choosing (`xtf.experts.routes_once`).
     """
     score = _SCORES[router.scoring]
     choose = _chooser(router)
     finish = _finisher(router)
     sums = _document_statistics if documents else _no_statistics
 
-    def fn(params: Params, x: Float[Tensor, "T H"], *, valid: Bool[Tensor, " T"], **consts: Tensor) -> Values:
+    def fn(
+        params: Params, x: Float[Tensor, "T H"], *, valid: Bool[Tensor, " T"], chosen: Int64[Tensor, "T k"] | None = None, **consts: Tensor
+    ) -> Values:
         h = rms_norm(x, params["norm"], eps)
         wide = torch.promote_types(h.dtype, torch.float32)
         bias = params.get("router_bias")
         logits = F.linear(h.to(wide), params["router"].to(wide), None if bias is None else bias.to(wide))
         scores, distribution = score(logits)
-        weights, indices = choose(params, scores)
+        weights, indices = choose(params, scores) if chosen is None else (scores.gather(1, chosen), chosen)
         counted = distribution * valid.to(wide).unsqueeze(-1)
         slots = valid.long().unsqueeze(-1).expand_as(indices)
         counts = torch.zeros(router.experts, dtype=torch.int64, device=x.device).scatter_add(0, indices.flatten(), slots.flatten())

@@ -31,22 +31,30 @@ def build(hf_config: Mapping[str, Any], dtype: torch.dtype, seed: int = 0) -> An
     return reference.eval()
 
 
+EXPERTS = {"mixtral": ("block_sparse_moe", ("w1", "w3", "w2"))}
+"""Families whose names on disk are others: of the block, and of an expert's gate, up and down."""
+
+
 def _corrections(reference: Any) -> dict[str, Tensor]:
     """The biases of routers that are saved with the weights but have no gradient."""
     return {name: value for name, value in reference.named_buffers() if name.endswith("e_score_correction_bias")}
 
 
-def on_disk(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def on_disk(family: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The names under which transformers saves these: in memory the experts of a layer are stacked, on disk they are not."""
+    if family == "gpt_oss":  # whose experts are stacked on disk too
+        return dict(tensors)
+    block, (*gate_up, down) = EXPERTS.get(family, ("mlp", ("gate_proj", "up_proj", "down_proj")))
     found: dict[str, Tensor] = {}
     for name, value in tensors.items():
+        name = name.replace(".mlp.", f".{block}.")
         if name.endswith("experts.gate_up_proj"):
             for e, both in enumerate(value):
-                for part, half in zip(("gate_proj", "up_proj"), both.chunk(2), strict=True):
+                for part, half in zip(gate_up, both.chunk(2), strict=True):
                     found[name.replace("gate_up_proj", f"{e}.{part}.weight")] = half
         elif name.endswith("experts.down_proj"):
             for e, one in enumerate(value):
-                found[name.replace("down_proj", f"{e}.down_proj.weight")] = one
+                found[name.replace("down_proj", f"{e}.{down}.weight")] = one
         else:
             found[name] = value
     return found
@@ -54,7 +62,7 @@ def on_disk(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def to_tree(model: Model, tensors: Mapping[str, Tensor]) -> Tree:
     """Named tensors as a tree of the structure of ``model``'s parameters."""
-    named = on_disk(tensors)
+    named = on_disk(model.family, tensors)
 
     def leaf(path: str, spec: Any) -> Tensor:
         out = torch.empty(spec.shape, dtype=spec.dtype)

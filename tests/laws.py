@@ -20,12 +20,13 @@ from xtf.mesh import Mesh
 from xtf.model import Model
 from xtf.models import from_hf, qwen3_moe
 from xtf.step import compose
-from xtf.transforms import accumulate, chunk_loss, shard
+from xtf.transforms import accumulate, chunk_loss, expert_parallel, shard
 
 
 @dataclass(frozen=True)
 class Case:
-    """One law. ``sizes`` are those of the mesh; the axis ``replicate`` holds replicas, all others are sharded over."""
+    """One law. ``sizes`` are those of the mesh; the axis ``replicate`` holds replicas, all others are sharded over, if ``sharded``.
+    With a ``dispatcher`` experts are spread over the axis ``expert``."""
 
     sizes: tuple[tuple[str, int], ...] = ()
     model: str = "llama"
@@ -35,6 +36,9 @@ class Case:
     micros: int | None = None
     order: int = 0
     optimizer: str = "adamw"
+    sharded: bool = True
+    dispatcher: str | None = None
+    overlap: int = 1
 
     def __str__(self) -> str:
         on = "x".join(f"{name}{n}" for name, n in self.sizes) or "one"
@@ -42,12 +46,16 @@ class Case:
         said += ["keep"] if not self.regather else []
         said += [f"chunk{self.chunk}"] if self.chunk else []
         said += [f"micros{self.micros}"] if self.micros else []
+        said += ["whole"] if not self.sharded else []
+        said += [f"{self.dispatcher}{self.overlap}"] if self.dispatcher else []
         return "-".join([*said, f"order{self.order}", self.optimizer])
 
     def transform(self, mesh: Mesh | None) -> testing.Transform:
         """The transforms of this case in its order, on this rank."""
         parts: list[testing.Transform] = []
-        if mesh is not None:
+        if mesh is not None and self.dispatcher is not None:
+            parts.append(expert_parallel(mesh["expert"], overlap=self.overlap, dispatcher=self.dispatcher))
+        if mesh is not None and self.sharded:
             axes = [mesh[name] for name in mesh if name != "replicate"]
             parts.append(shard(*axes, replicate=mesh["replicate"] if "replicate" in mesh.sizes else None, regather=self.regather))
         parts += [chunk_loss(tokens=self.chunk)] if self.chunk else []
@@ -117,6 +125,16 @@ TINY = {
     "tie_word_embeddings": True,
 }
 
+TINY_MOE = TINY | {
+    "model_type": "qwen3_moe",
+    "num_hidden_layers": 2,
+    "num_experts": 5,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 3,
+    "norm_topk_prob": True,
+    "router_aux_loss_coef": 0.1,
+}
+
 
 @cache
 def model(name: str) -> Model:
@@ -126,6 +144,8 @@ def model(name: str) -> Model:
         return small[name]
     if name == "tiny":
         return from_hf(TINY, dtype=torch.float64, z_loss=0.02)
+    if name == "tiny_moe":
+        return from_hf(TINY_MOE, dtype=torch.float64, router_z_loss=0.02)
     config = small["qwen3_moe"].config
     aux = {"moe_step": "step", "moe_pooled": "pooled"}[name]
     return qwen3_moe(config, dtype=torch.float64, z_loss=0.01, router_z_loss=0.01, aux=aux)  # pyright: ignore[reportArgumentType]

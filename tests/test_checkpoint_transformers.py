@@ -26,6 +26,8 @@ CONFIGS = {
     "llama-tied": transformers.LlamaConfig(**SMALL, tie_word_embeddings=True),
     "qwen3": transformers.Qwen3Config(**SMALL, tie_word_embeddings=True),
     "qwen3_moe": transformers.Qwen3MoeConfig(**SMALL, moe_intermediate_size=24, num_experts=5, num_experts_per_tok=2),
+    "mixtral": transformers.MixtralConfig(**SMALL, num_local_experts=5, num_experts_per_tok=2),
+    "gpt_oss": transformers.GptOssConfig(**SMALL, num_local_experts=5, num_experts_per_tok=2, sliding_window=4),
 }
 
 

@@ -324,7 +324,9 @@ def test_what_cannot_be_parsed_ends_with_2(args: list[str], capsys: pytest.Captu
     assert "xtf train --help" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("command", "hint"), [("trian", "did you mean train?"), ("fly", "there is train, generate, eval, export, plot.")])
+@pytest.mark.parametrize(
+    ("command", "hint"), [("trian", "did you mean train?"), ("fly", "there is train, generate, eval, export, upcycle, plot.")]
+)
 def test_unknown_commands_name_known_ones(command: str, hint: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([command]) == 2
     assert capsys.readouterr().err == f"xtf: no command {command!r}; {hint} See xtf --help\n"

@@ -42,6 +42,16 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "norm_topk_prob": True,
         "router_aux_loss_coef": 0.1,
     },
+    "mixtral": DENSE | {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.1},
+    "gpt_oss": DENSE
+    | {
+        "model_type": "gpt_oss",
+        "num_hidden_layers": 3,
+        "num_local_experts": 5,
+        "num_experts_per_tok": 2,
+        "sliding_window": 3,
+        "router_aux_loss_coef": 0.1,
+    },
     "deepseek_v3": SIZES
     | {
         "model_type": "deepseek_v3",
@@ -176,6 +186,8 @@ def test_layers_of_equal_shape_share_a_key(name: str) -> None:
         "qwen2": [1, 1, 1, 1, 1, 2],  # one layer has a window
         "qwen3": [1, 1, 1, 2, 2],
         "qwen3_moe": [1, 1, 1, 1, 2, 2, 3],
+        "mixtral": [1, 1, 1, 2, 2, 2],
+        "gpt_oss": [1, 1, 1, 1, 2, 3, 3],  # one layer of three has no window
         "deepseek_v3": [1, 1, 1, 1, 2, 2, 2, 3],
         "glm4_moe": [1, 1, 1, 1, 1, 1, 1, 2],
     }
@@ -227,7 +239,7 @@ def compiled_equals_eager(name: str, backend: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["qwen2", "qwen3_moe", "deepseek_v3"]
+    "name", ["qwen2", "qwen3_moe", "deepseek_v3", "gpt_oss"]
 )  # between them they have every kind of stage, with and without windows
 def test_stages_trace_without_breaks(name: str) -> None:
     compiled_equals_eager(name, "aot_eager")
@@ -424,6 +436,12 @@ def test_counts_of_published_models() -> None:
     assert total == 30_532_122_624 and round(active / 1e9, 1) == 3.4
     total, active = models.preset("qwen3-235b-a22b").param_count()
     assert total == 235_093_634_560 and round(active / 1e9) == 22
+    total, active = models.preset("mixtral-8x7b").param_count()
+    assert total == 46_702_792_704 and round(active / 1e9, 1) == 12.9
+    for name, billions, published in (("gpt-oss-20b", 20.91, 3.61), ("gpt-oss-120b", 116.83, 5.13)):
+        total, active = models.preset(name).param_count()
+        embedding = 201088 * 2880  # its authors count the head as active, not the embedding
+        assert (round(total / 1e9, 2), round((active - embedding) / 1e9, 2)) == (billions, published)
     published = {  # total, active in billions, and how many of embedding and head their authors leave out of the active ones
         "deepseek-v3": (671_026_419_200, 37, 1),
         "kimi-k2": (1_026_408_232_448, 32, 1),
@@ -493,6 +511,19 @@ def test_initial_values() -> None:
         ("qwen3_moe", {"num_experts_per_tok": 9}, "more than num_experts=5"),
         ("qwen3_moe", {"shared_expert_intermediate_size": 8}, "shared_expert_intermediate_size=8"),
         ("qwen3_moe", {"mlp_only_layers": [3]}, r"mlp_only_layers has \[3\]"),
+        ("gpt_oss", {"num_experts_per_tok": 6}, "num_experts_per_tok=6 is more than num_local_experts=5"),
+        ("gpt_oss", {"experts_per_token": 4}, "experts_per_token=4 and num_experts_per_tok=2, which must be equal"),
+        ("gpt_oss", {"initial_context_length": 8}, "initial_context_length=8 and original_max_position_embeddings=4096"),
+        ("gpt_oss", {"swiglu_limit": 0.0}, "swiglu_limit=0.0"),
+        ("gpt_oss", {"sliding_window": 0}, "sliding_window=0"),
+        ("gpt_oss", {"layer_types": ["full_attention"]}, "layer_types has 1 entries"),
+        ("gpt_oss", {"num_hidden_layers": None}, "needs the config field 'num_hidden_layers'"),
+        ("gpt_oss", {"mlp_bias": True}, "does not know the config field mlp_bias=True"),
+        ("mixtral", {"num_experts_per_tok": 5}, "num_experts_per_tok=5 is more than num_local_experts=4"),
+        ("mixtral", {"num_local_experts": 0}, "num_local_experts=0"),
+        ("mixtral", {"sliding_window": 0}, "sliding_window=0"),
+        ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise=0.1"),
+        ("mixtral", {"attention_bias": True}, "does not know the config field attention_bias=True"),
         ("qwen3_moe", {"moe_intermediate_size": None}, "needs the config field 'moe_intermediate_size'"),
         ("deepseek_v3", {"n_group": 3}, "n_group=3 must cut n_routed_experts=8"),
         ("deepseek_v3", {"topk_group": 5}, "topk_group=5 is more than n_group=4"),
@@ -590,7 +621,7 @@ def test_deepseek_config_as_published() -> None:
 
 
 def test_unknown_names_list_known_ones() -> None:
-    with pytest.raises(ValueError, match="'mamba' is not supported; known are llama, qwen2, qwen3, qwen3_moe"):
+    with pytest.raises(ValueError, match=r"'mamba' is not supported; known are .*gpt_oss, .*llama, mixtral, qwen2, qwen3, qwen3_moe"):
         models.from_hf({"model_type": "mamba"})
     with pytest.raises(ValueError, match=r"no preset 'qwen3-30b'; did you mean .*qwen3-30b-a3b or .*\?"):
         models.preset("qwen3-30b")

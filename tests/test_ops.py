@@ -110,6 +110,88 @@ def test_reference_attention_is_the_formula(window: int | None) -> None:
     close(got, plain(*args, [4, 0, 5], 0.7, window), 1e-14)
 
 
+def sinks_of(heads: int) -> Tensor:
+    """Scores of all sizes beside those of keys."""
+    return torch.linspace(-3, 3, heads, dtype=torch.float64)
+
+
+@settings(deadline=None, max_examples=25)
+@given(
+    lengths=st.lists(st.integers(0, 9) | st.just(5), max_size=6),
+    kv_heads=st.integers(1, 3),
+    group=st.integers(1, 3),
+    size=st.sampled_from([2, 5, 8]),
+    value_size=st.sampled_from([None, 3]),
+    window=st.sampled_from([None, 1, 3, 100]),
+)
+def test_attention_with_sinks_equals_reference(
+    lengths: list[int], kv_heads: int, group: int, size: int, value_size: int | None, window: int | None
+) -> None:
+    args = qkv(sum(lengths), kv_heads * group, kv_heads, size, value_size or size)
+    bounds = cu(lengths)
+    both(
+        lambda q, k, v, sinks: CPU.attention(q, k, v, bounds, scale=0.3, window=window, sinks=sinks),
+        lambda q, k, v, sinks: REFERENCE.attention(q, k, v, bounds, scale=0.3, window=window, sinks=sinks),
+        (*args, sinks_of(kv_heads * group)),
+        1e-12,
+    )
+
+
+@pytest.mark.parametrize("window", [None, 50, 200])
+def test_attention_with_sinks_longer_than_a_block(window: int | None) -> None:
+    args, bounds = qkv(300, 4, 2, 8, 6 if window is None else 8), cu([290, 10])
+    both(
+        lambda q, k, v, sinks: CPU.attention(q, k, v, bounds, scale=0.3, window=window, sinks=sinks),
+        lambda q, k, v, sinks: REFERENCE.attention(q, k, v, bounds, scale=0.3, window=window, sinks=sinks),
+        (*args, sinks_of(4)),
+        1e-12,
+    )
+
+
+@pytest.mark.parametrize("window", [None, 2])
+def test_a_sink_is_a_key_without_a_value(window: int | None) -> None:
+    """Written out once more: to every token's keys comes one of a given score, whose value is 0."""
+    (q, k, v), sinks = qkv(9, 4, 2, 4, 3), sinks_of(4)
+    want, start = torch.zeros(9, 4, 3, dtype=torch.float64), 0
+    for length in (4, 5):
+        for i in range(start, start + length):
+            first = start if window is None else max(start, i - window + 1)
+            for h in range(4):
+                scores = torch.cat([k[first : i + 1, h // 2] @ q[i, h] * 0.7, sinks[h : h + 1]])
+                want[i, h] = torch.softmax(scores, 0)[:-1] @ v[first : i + 1, h // 2]
+        start += length
+    for ops in (REFERENCE, CPU):
+        close(ops.attention(q, k, v, cu([4, 0, 5]), scale=0.7, window=window, sinks=sinks), want, 1e-14)
+
+
+def test_sinks_of_any_size_are_finite() -> None:
+    """One that takes nothing is none, one that takes all leaves nothing; neither overflows."""
+    args, bounds = qkv(9, 4, 2, 4, 4, torch.float32), cu([4, 5])
+    sinks = torch.tensor([-torch.inf, -1e4, 1e4, 0.0])
+    for ops in (CPU, REFERENCE):
+        plain = ops.attention(*args, bounds, scale=0.3)
+        out, back = vjp(lambda q, k, v, s, ops=ops: ops.attention(q, k, v, bounds, scale=0.3, sinks=s), *args, sinks)
+        close(out[:, :2], plain[:, :2], 1e-6)
+        assert not out[:, 2].any() and 0 < out[:, 3].abs().max() < plain[:, 3].abs().max()
+        grads = back(torch.ones_like(out))
+        assert all(bool(g.isfinite().all()) for g in grads) and not grads[3][:3].any() and grads[3][3]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("window", [None, 3])
+def test_attention_with_sinks_in_lower_precision(dtype: torch.dtype, window: int | None) -> None:
+    bounds = cu([7, 7, 6])
+    args = (*qkv(20, 4, 2, 8, 8, dtype), sinks_of(4).to(dtype))
+    got, back = vjp(lambda q, k, v, s: CPU.attention(q, k, v, bounds, scale=0.3, window=window, sinks=s), *args)
+    doubles = tuple(a.double() for a in args)
+    want, want_back = vjp(lambda q, k, v, s: REFERENCE.attention(q, k, v, bounds, scale=0.3, window=window, sinks=s), *doubles)
+    bound = 8 * torch.finfo(dtype).eps
+    close(got.double(), want, bound)
+    for a, b in zip(back(torch.ones_like(got)), want_back(torch.ones_like(want)), strict=True):
+        assert a.dtype == dtype
+        close(a.double(), b, bound)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("window", [None, 3])
 def test_attention_in_lower_precision(dtype: torch.dtype, window: int | None) -> None:
@@ -187,6 +269,25 @@ def test_attention_compiles_once_whatever_the_documents(window: int | None) -> N
     assert len(count) == 1
 
 
+@pytest.mark.parametrize("window", [None, 3])
+def test_attention_with_sinks_compiles_once_whatever_the_documents(window: int | None) -> None:
+    args = (*qkv(24, 4, 2, 8, 8), sinks_of(4))
+
+    def run(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, bounds: Tensor, dout: Tensor) -> Any:
+        out, back = vjp(lambda q, k, v, s: CPU.attention(q * 2, k, v, bounds, scale=0.3, window=window, sinks=s).tanh(), q, k, v, sinks)
+        return out, back(dout)
+
+    count: list[int] = []
+    fast = compiled(run, count)
+    for lengths in ([8, 8, 8], [1, 20, 3]):
+        dout = torch.randn(24, 4, 8, dtype=torch.float64)
+        out, grads = fast(*args, cu(lengths), dout)
+        want, want_grads = run(*args, cu(lengths), dout)
+        for a, b in zip((out, *grads), (want, *want_grads), strict=True):
+            close(a, b, 1e-13)
+    assert len(count) == 1
+
+
 def test_grouped_mm_compiles_once_whatever_the_groups() -> None:
     x, w = torch.randn(12, 4), torch.randn(3, 5, 4)
 
@@ -224,6 +325,7 @@ def test_windowed_attention_has_no_square_buffer() -> None:
     from xtf.ops import cpu
 
     with Watch():
+        cpu.attention(q, k, v, cu([tokens]), scale=0.3, window=256, sinks=torch.zeros(heads))
         cpu._attention._init_fn(q, k, v, cu([tokens]), 0.3, 256)
         cpu._attention_backward._init_fn(out, q, k, v, out, lse, cu([tokens]), 0.3, 256)
     assert 0 < largest <= heads * 128 * (128 + 256)
@@ -247,6 +349,8 @@ def test_bad_input_is_refused() -> None:
             ops.attention(q[:, :3], k, v, cu([4]), scale=1.0)
         with pytest.raises(ValueError, match=r"window=0"):
             ops.attention(q, k, v, cu([4]), scale=1.0, window=0)
+        with pytest.raises(ValueError, match=r"sinks \(2,\) torch.float32; expected one floating score for each query head, \(4,\)"):
+            ops.attention(q, k, v, cu([4]), scale=1.0, sinks=torch.ones(2))
         with pytest.raises(ValueError, match=r"expected \(rows, K\)"):
             ops.grouped_mm(torch.ones(2, 3), torch.ones(1, 4, 5), torch.tensor([2], dtype=torch.int32))
 
@@ -285,6 +389,40 @@ def test_cuda_attention_calls_fit_the_kernels() -> None:
             assert tuple(g.shape for g in back(torch.empty_like(out))) == shapes
             grad = torch.func.grad(lambda q, w=window: CUDA.attention(q, k, v, bounds, scale=0.25, window=w).sum())(q)
             assert grad.shape == q.shape
+            sinks = torch.empty(4, dtype=torch.bfloat16)
+            out, back = vjp(lambda q, k, v, s, w=window: CUDA.attention(q, k, v, bounds, scale=0.25, window=w, sinks=s), q, k, v, sinks)
+            assert out.shape == q.shape and out.dtype == torch.bfloat16
+            assert tuple(g.shape for g in back(torch.empty_like(out))) == (*shapes, (4,))
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_cuda_sinks_are_the_reference(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the CPU's kernels in the places of FlashAttention's, whose logsumexp is (heads, T)."""
+    from xtf.ops.cuda import CUDA
+
+    def left(bounds: list[int]) -> int | None:
+        assert bounds[1] == 0
+        return None if bounds[0] < 0 else bounds[0] + 1
+
+    def forward(q: Tensor, k: Tensor, v: Tensor, cu: Tensor, cu_k: Tensor, n: int, m: int, causal: bool, scale: float, bounds: Any) -> Any:
+        out, lse = torch.ops.xtf.attention_cpu(q, k, v, cu, scale, left(bounds))
+        return out, lse.T.contiguous(), torch.zeros(2)
+
+    def backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, cu: Tensor, *rest: Any) -> Any:
+        *_, scale, bounds = rest
+        assert lse.is_contiguous()
+        return torch.ops.xtf.attention_cpu_backward(dout, q, k, v, out, lse.T.contiguous(), cu, scale, left(bounds))
+
+    monkeypatch.setattr(torch.ops.torch_attn, "_varlen_attn", forward)
+    monkeypatch.setattr(torch.ops.torch_attn, "_varlen_attn_backward", backward)
+    bounds = cu([7, 7, 6])
+    args = (*qkv(20, 4, 2, 8, 8, torch.bfloat16), sinks_of(4).bfloat16())
+    got, back = vjp(lambda q, k, v, s: CUDA.attention(q, k, v, bounds, scale=0.3, window=window, sinks=s), *args)
+    doubles = tuple(a.double() for a in args)
+    want, want_back = vjp(lambda q, k, v, s: REFERENCE.attention(q, k, v, bounds, scale=0.3, window=window, sinks=s), *doubles)
+    close(got.double(), want, 2**-5)
+    for a, b in zip(back(torch.ones_like(got)), want_back(torch.ones_like(want)), strict=True):
+        close(a.double(), b, 2**-5)
 
 
 def test_cuda_ops_in_wider_dtypes_are_the_reference() -> None:
@@ -292,6 +430,8 @@ def test_cuda_ops_in_wider_dtypes_are_the_reference() -> None:
 
     args, bounds = qkv(9, 4, 2, 4, 4), cu([4, 5])
     assert torch.equal(CUDA.attention(*args, bounds, scale=0.3), REFERENCE.attention(*args, bounds, scale=0.3))
+    got, want = (ops.attention(*args, bounds, scale=0.3, sinks=sinks_of(4)) for ops in (CUDA, REFERENCE))
+    assert torch.equal(got, want)
 
 
 def test_second_derivatives_are_refused() -> None:

@@ -264,7 +264,7 @@ def filled(step: TrainStep) -> State:
     clip, sgd = empty.opt
     momentum = random_leaves(2, tree.items(sgd.momentum))
     opt = (clip._replace(norm=torch.tensor(0.25)), sgd._replace(steps=torch.tensor(7), momentum=momentum))
-    return State(random_leaves(1, tree.items(empty.params)), opt, torch.tensor(7))
+    return State(random_leaves(1, tree.items(empty.params)), opt, torch.tensor(7), torch.tensor(1))
 
 
 SIZES = [(1, 1), (2, 1), (2, 2), (5, 1), (1, 3)]

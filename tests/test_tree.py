@@ -86,12 +86,12 @@ def test_too_few_or_too_many_leaves_are_refused() -> None:
 
 
 def test_a_state_is_a_node_for_both_libraries() -> None:
-    state = State({"w": torch.ones(2)}, (torch.zeros(2),), torch.tensor(3))
-    assert tree.paths(state) == ["params.w", "opt.0", "step"]
+    state = State({"w": torch.ones(2)}, (torch.zeros(2),), torch.tensor(3), torch.tensor(1))
+    assert tree.paths(state) == ["params.w", "opt.0", "step", "skipped"]
     doubled = tree.map(lambda t: t * 2, state)
     assert isinstance(doubled, State) and int(doubled.step) == 6 and doubled.params["w"].tolist() == [2.0, 2.0]
     leaves, _ = torch_pytree.tree_flatten(state)
-    assert len(leaves) == 3
+    assert len(leaves) == 4
     also = torch_pytree.tree_map(lambda t: t + 1, state)
     assert isinstance(also, State) and int(also.step) == 4
     assert repr(state) == "State(step=3, 2 local parameters)"

@@ -18,7 +18,7 @@ from xtf import testing, tree
 from xtf.record import Record
 from xtf.stage import Exchange, Program, Stage, Transfer, recompute
 from xtf.step import TrainStep, eager, train_step
-from xtf.walk import Direction, walk
+from xtf.walk import Direction, Plan, walk
 
 
 def chain(depth: int, **fields: Any) -> tuple[Program, dict[str, Tensor]]:
@@ -37,8 +37,7 @@ def run(program: Program, params: dict[str, Tensor], micros: int = 1) -> tuple[d
     pairs = [recompute(s.fn, s.key, eager) if isinstance(s, Stage) else None for s in program]
     record = Record()
     outcome = walk(
-        program,
-        pairs,
+        [Plan(program, pairs)] * micros,
         params,
         [{"data": data(i)} for i in range(micros)],
         keep=("loss",),

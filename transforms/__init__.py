@@ -2,7 +2,8 @@
 
 from xtf.transforms.accumulate import accumulate
 from xtf.transforms.chunk_loss import chunk_loss
+from xtf.transforms.expert_parallel import expert_parallel
 from xtf.transforms.precision import precision
 from xtf.transforms.shard import shard
 
-__all__ = ["accumulate", "chunk_loss", "precision", "shard"]
+__all__ = ["accumulate", "chunk_loss", "expert_parallel", "precision", "shard"]

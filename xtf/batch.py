@@ -25,6 +25,9 @@ from torch import Tensor
 IGNORE = -100
 """The label that is not learned."""
 
+PER_DOCUMENT = ("cu_seqlens", "document_tokens")
+"""Constants whose first dim is that of documents; that of all others, where they have dims, is that of tokens."""
+
 Batch = Mapping[str, Shaped[Tensor, "batch seq"]]
 
 _KEYS = {"input_ids", "labels", "document_ids", "loss_weights", "positions"}

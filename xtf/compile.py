@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from xtf import tree
-from xtf.stage import Lower
+from xtf.stage import Lower, Rows
 from xtf.step import Compilation, TrainStep, eager
 
 Backend = Literal["inductor", "aot_eager", "eager"]
@@ -66,7 +66,7 @@ def lowering(backend: Backend) -> Lower:
             # another function's code.
             whole = (backend, key, fingerprint(fn))
             if whole not in _CACHE:
-                _CACHE[whole] = _Compiled(fn, backend)
+                _CACHE[whole] = _Compiled(fn, backend, isinstance(key, Rows))
             return _CACHE[whole]
 
     return lower
@@ -79,22 +79,36 @@ class _Compiled:
     stand between stages), so holding a lock over the first call cannot deadlock.
     """
 
-    def __init__(self, fn: Callable[..., Any], backend: Backend) -> None:
+    def __init__(self, fn: Callable[..., Any], backend: Backend, rows: bool) -> None:
         self._fn = torch.compile(_fresh(fn), backend=backend, fullgraph=True)
+        self._rows = rows
         self._lock = threading.Lock()
         self._seen: set[Hashable] = set()
 
     def __call__(self, *args: Any, **consts: Any) -> Any:
-        for nested in (consts, *(cast(Mapping[str, Any], a) for a in args if isinstance(a, Mapping))):
-            if "cu_seqlens" in nested:  # the number of documents differs from batch to batch: not a reason to compile again
-                torch._dynamo.maybe_mark_dynamic(nested["cu_seqlens"], 0)  # pyright: ignore[reportPrivateUsage]
-        signature = tuple((t.shape, t.dtype, t.device) if isinstance(t, Tensor) else None for t in tree.leaves((args, consts)))
+        # args[0] are parameters. The number of documents differs from batch to batch: not a reason to compile again.
+        dynamic: list[Tensor] = tree.leaves((args[1:], consts)) if self._rows else _bounds(args, consts)
+        dynamic = [t for t in dynamic if isinstance(t, Tensor) and t.dim()]  # pyright: ignore[reportUnnecessaryIsInstance]
+        for tensor in dynamic:
+            torch._dynamo.maybe_mark_dynamic(tensor, 0)  # pyright: ignore[reportPrivateUsage]
+        any_size = {id(t) for t in dynamic if t.shape[0] > 1}  # torch gives 0 and 1 code of their own
+        signature = tuple(_signature(leaf, id(leaf) in any_size) for leaf in tree.leaves((args, consts)))
         if signature in self._seen:
             return self._fn(*args, **consts)
         with self._lock:
             out = self._fn(*args, **consts)
             self._seen.add(signature)
             return out
+
+
+def _bounds(args: tuple[Any, ...], consts: Mapping[str, Any]) -> list[Tensor]:
+    """The bounds of documents among the constants, wherever a stage's forward or backward is given them."""
+    nested = (consts, *(cast(Mapping[str, Any], a) for a in args if isinstance(a, Mapping)))
+    return [constants["cu_seqlens"] for constants in nested if "cu_seqlens" in constants]
+
+
+def _signature(leaf: object, any_size: bool) -> Hashable:
+    return (leaf.shape[1:] if any_size else leaf.shape, leaf.dtype, leaf.device) if isinstance(leaf, Tensor) else None
 
 
 def _fresh(fn: Callable[..., Any]) -> Callable[..., Any]:

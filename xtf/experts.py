@@ -11,13 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float, Int32, Int64
 from torch import Tensor
 
-from xtf.stage import Params, Stage, StageFn
+from xtf.stage import Lower, Pair, PairRule, Params, Rows, Stage, StageFn, Values, recompute
 from xtf.tree import Path
 
 ExpertFn = Callable[[Params, Tensor, Tensor], Tensor]
@@ -134,3 +134,105 @@ def combine(rows: Float[Tensor, "S H"], weights: Float[Tensor, "T k"], dispatch:
     place = torch.empty_like(dispatch.order).scatter(0, dispatch.order, slots)  # the sorted row of each slot
     by_token = rows.index_select(0, place).view(*weights.shape, rows.shape[1])
     return (by_token.to(weights.dtype) * weights.unsqueeze(-1)).sum(1).to(rows.dtype)
+
+
+def routes_once(at: int) -> PairRule:
+    """The rule of a router stage: like `xtf.stage.recompute`, but the choice it wrote is kept and given back to the function as the
+    constant ``chosen``. Another graph of the same scores may round otherwise, and experts have computed for this choice.
+
+    Args:
+        at: which of the values the stage writes is the choice: int64 (T, k).
+    """
+
+    def rule(fn: StageFn, key: Hashable, lower: Lower) -> Pair:
+        pair = recompute(fn, key, lower)
+
+        def forward(params: Params, reads: Values, consts: Mapping[str, Any]) -> tuple[Values, tuple[Any, Tensor]]:
+            writes, kept = pair.forward(params, reads, consts)
+            return writes, (kept, writes[at])
+
+        def backward(
+            params: Params, residual: tuple[Any, Tensor], dwrites: tuple[Tensor | None, ...], consts: Mapping[str, Any]
+        ) -> tuple[Mapping[str, Tensor], tuple[Tensor | None, ...]]:
+            kept, chosen = residual
+            return pair.backward(params, kept, dwrites, {**consts, "chosen": chosen})
+
+        return Pair(forward, backward)
+
+    return rule
+
+
+def arrived_experts(compute: ExpertFn) -> PairRule:
+    """The rule of an experts stage on rows that a dispatcher brought (`xtf.dispatch.ARRIVED`).
+
+    The stage reads rows (R, H), weights (N,), int64 source (N,), sorted by expert, and int32 offsets (E,), and writes (R, H): of
+    each row, the sum of its slots' results by their weights. It keeps what it read and computes again in backward. Any number of
+    rows is one compiled function.
+    """
+
+    def weighted(
+        params: Params, rows: Float[Tensor, "N H"], weights: Float[Tensor, " N"], offsets: Int32[Tensor, " E"]
+    ) -> Float[Tensor, "N H"]:
+        return compute(params, rows, offsets) * weights.unsqueeze(1)
+
+    def backward(
+        params: Params,
+        rows: Float[Tensor, "N H"],
+        weights: Float[Tensor, " N"],
+        offsets: Int32[Tensor, " E"],
+        dout: Float[Tensor, "N H"],
+    ) -> Any:
+        def of(params: Params, rows: Tensor, weights: Tensor) -> Tensor:
+            return weighted(params, rows, weights, offsets)
+
+        pullback: Any = torch.func.vjp(of, dict(params), rows, weights)[1]
+        return pullback(dout)
+
+    def rule(fn: StageFn, key: Hashable, lower: Lower) -> Pair:
+        run, run_back = lower(weighted, Rows((key, "forward"))), lower(backward, Rows((key, "recompute")))
+
+        def forward_half(params: Params, reads: Values, consts: Mapping[str, Any]) -> tuple[Values, Values]:
+            rows, weights, source, offsets = reads
+            run_it = run if source.shape[0] > 1 else weighted  # compiled code for no row, or one, would be code of its own
+            out = run_it(params, rows.index_select(0, source), weights, offsets)
+            return (sum_rows(out, source, rows.shape[0]).to(rows.dtype),), reads
+
+        def backward_half(
+            params: Params, residual: Values, dwrites: tuple[Tensor | None, ...], consts: Mapping[str, Any]
+        ) -> tuple[Mapping[str, Tensor], tuple[Tensor | None, ...]]:
+            rows, weights, source, offsets = residual
+            (dcomputed,) = dwrites
+            assert dcomputed is not None
+            run_it = run_back if source.shape[0] > 1 else backward
+            dout = dcomputed.index_select(0, source).to(torch.promote_types(rows.dtype, weights.dtype))
+            dparams, drows, dweights = run_it(params, rows.index_select(0, source), weights, offsets, dout)
+            return dparams, (sum_rows(drows, source, rows.shape[0]), dweights, None, None)
+
+        return Pair(forward_half, backward_half)
+
+    return rule
+
+
+def sum_rows(rows: Float[Tensor, "rows H"], index: Int64[Tensor, " rows"], size: int) -> Float[Tensor, "size H"]:
+    """The sum of the rows of each index, in at least float32 and in the order of rows.
+
+    The order is kept on the CPU; on CUDA only under ``torch.use_deterministic_algorithms``. Not to be lowered: generated code adds
+    from several threads in another order each time.
+
+    Args:
+        rows: (rows, H).
+        index: (rows,) int64 below ``size``.
+        size: number of sums.
+
+    Returns:
+        (size, H), in the dtype of ``rows``.
+
+    Example:
+        >>> sum_rows(torch.tensor([[1.0], [2.0], [4.0]]), torch.tensor([1, 0, 1]), 3).flatten().tolist()
+        [2.0, 5.0, 0.0]
+    """
+    wide = rows.to(torch.promote_types(rows.dtype, torch.float32))
+    out = wide.new_zeros(size, rows.shape[1])
+    if rows.is_cpu:  # torch sorts an expanded index: several times faster than index_add there
+        return out.scatter_add_(0, index.unsqueeze(1).expand_as(wide), wide).to(rows.dtype)
+    return out.index_add_(0, index, wide).to(rows.dtype)

@@ -18,6 +18,7 @@ from xtf import tree
 from xtf.collectives import Axis, Work
 from xtf.mesh import join
 from xtf.optim.placement import vector_norm
+from xtf.record import Extra
 from xtf.spec import ParamSpec
 from xtf.stage import Transfer
 from xtf.tree import Path, Tree
@@ -219,13 +220,6 @@ def gather_transfer(stage: str, placements: Mapping[str, Placement], compute: to
     return Transfer(start, wait)
 
 
-@dataclass(frozen=True)
-class _Later:
-    """Bytes that a transfer will send when it is waited for: part of its handle, for the record."""
-
-    bytes: int
-
-
 def reduce_transfer(
     stage: str,
     placements: Mapping[Path, Placement],
@@ -264,10 +258,10 @@ def reduce_transfer(
     joint = {id(g): reduce or max((p.spec.dtype for p in g.members.values()), key=lambda d: d.itemsize) for g in groups}
     summed = {path for _, paths in rest.values() for path in paths} | set(gathered)
 
-    def later() -> list[_Later]:
+    def later() -> list[Extra]:
         """The all-reduces that follow a reduce-scatter."""
         sizes = {p: math.prod(placements[p].shape()) * dtypes[p].itemsize for _, paths in rest.values() for p in paths}
-        return [_Later(round(2 * (axis.size - 1) / axis.size * sum(sizes[p] for p in paths))) for axis, paths in rest.values()]
+        return [Extra(bytes=round(2 * (axis.size - 1) / axis.size * sum(sizes[p] for p in paths))) for axis, paths in rest.values()]
 
     def start_rest(local: Mapping[Path, Tensor]) -> list[Work]:
         return [
@@ -282,13 +276,13 @@ def reduce_transfer(
         seen: set[int] = set()
         return {p: (grad if p in summed else _distinct(grad, seen)).to(kept[p]) for p, grad in local.items()}
 
-    def start(whole: Mapping[Path, Tensor]) -> tuple[dict[Path, Tensor], list[Work], list[_Later]]:
+    def start(whole: Mapping[Path, Tensor]) -> tuple[dict[Path, Tensor], list[Work], list[Extra]]:
         if not groups:
             return dict(whole), start_rest(whole), []
         scattered = [g.start_reduce(whole, joint[id(g)], stage) for g in groups]
         return {p: g for p, g in whole.items() if p not in gathered}, scattered, later()
 
-    def wait(handle: tuple[dict[Path, Tensor], list[Work], list[_Later]]) -> dict[Path, Tensor]:
+    def wait(handle: tuple[dict[Path, Tensor], list[Work], list[Extra]]) -> dict[Path, Tensor]:
         local, works, _ = handle
         if not groups:
             return finish(local, works)

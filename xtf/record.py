@@ -14,7 +14,7 @@ from torch import Tensor
 from xtf import tree
 
 Act = Literal["start", "wait", "run", "free"]
-What = Literal["forward", "backward", "gather", "reduce", "store", "fetch", "exchange", "scalars"]
+What = Literal["forward", "backward", "gather", "reduce", "store", "fetch", "exchange", "scalars", "sync"]
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,8 @@ class Event:
 
     Args:
         act: ``start`` or ``wait`` of a transfer, ``run`` of a stage, ``free`` of what a transfer brought.
-        what: ``forward`` and ``backward`` of a stage, or the kind of transfer. ``scalars`` are the step's own small all-reduces.
+        what: ``forward`` and ``backward`` of a stage, or the kind of transfer. ``scalars`` are the step's own small all-reduces; a wait for
+            ``sync`` is the host waiting for numbers from the device.
         stage: the stage's name.
         direction: the direction the walk was going in.
         micro: index of the micro-batch.
@@ -84,10 +85,28 @@ class Record:
         return sum(e.bytes for e in self.select("start", what))
 
 
+@dataclass(frozen=True)
+class Extra:
+    """What a transfer does besides its `xtf.collectives.Work`: a leaf of its handle, for the record.
+
+    Args:
+        bytes: that it sent or will send.
+        syncs: how often the host waited for the device when it was started.
+    """
+
+    bytes: int = 0
+    syncs: int = 0
+
+
 def storage_bytes(value: Any) -> int:
     """Bytes of the distinct storages of the tensors in a tree."""
     sizes = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tree.leaves(value) if isinstance(t, Tensor)}
     return sum(sizes.values())
+
+
+def handle_syncs(handle: Any) -> int:
+    """How often the host waited for the device when the transfer with this handle was started."""
+    return sum(int(getattr(leaf, "syncs", 0)) for leaf in tree.leaves(handle))
 
 
 def handle_bytes(handle: Any) -> int:

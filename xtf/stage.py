@@ -37,6 +37,13 @@ Lower = Callable[[Callable[..., Any], Hashable], Callable[..., Any]]
 """``lower(fn, key) -> fn``: turns a pure function into what runs (see `xtf.compile`). Equal keys mean equal functions."""
 
 
+class Rows(NamedTuple):
+    """A key for `Lower` that says: dim 0 of every tensor argument outside mappings of parameters is a number of rows that differs
+    from call to call, so what is compiled for one number must serve all."""
+
+    key: Hashable
+
+
 class Pair(NamedTuple):
     """A stage as the walk runs it.
 

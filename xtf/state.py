@@ -12,7 +12,8 @@ from xtf.tree import Tree
 
 
 class State:
-    """``params``, ``opt`` and ``step``: this rank's part of the parameters, the optimizer's state, and the number of updates so far.
+    """``params``, ``opt``, ``step`` and ``skipped``: this rank's part of the parameters, the optimizer's state, the number of steps so
+    far, and how many of them changed nothing because loss or gradients were not finite.
 
     A state is a value: a step takes one and returns another. A step compiled with ``donate=True`` reuses the memory of the state
     it was given; reading such a state afterwards raises.
@@ -21,12 +22,13 @@ class State:
         params: the tree of this rank's parameters.
         opt: the optimizer's state.
         step: 0-dim int64 tensor.
+        skipped: 0-dim int64 tensor.
     """
 
-    __slots__ = ("_donated", "_opt", "_params", "_step")
+    __slots__ = ("_donated", "_opt", "_params", "_skipped", "_step")
 
-    def __init__(self, params: Tree, opt: Tree, step: Tensor) -> None:
-        self._params, self._opt, self._step, self._donated = params, opt, step, False
+    def __init__(self, params: Tree, opt: Tree, step: Tensor, skipped: Tensor) -> None:
+        self._params, self._opt, self._step, self._skipped, self._donated = params, opt, step, skipped, False
 
     def _read(self, value: Any) -> Any:
         if self._donated:
@@ -48,8 +50,13 @@ class State:
 
     @property
     def step(self) -> Tensor:
-        """Updates so far: 0-dim int64."""
+        """Steps so far, skipped ones among them: 0-dim int64."""
         return self._read(self._step)
+
+    @property
+    def skipped(self) -> Tensor:
+        """Steps that changed nothing, because loss or gradients were not finite: 0-dim int64."""
+        return self._read(self._skipped)
 
     def donate(self) -> None:
         """Mark the memory as reused; every later reading of this object raises."""
@@ -57,8 +64,8 @@ class State:
         self._donated = True
 
     def replace(self, **changes: Any) -> State:
-        """A state with some of ``params``, ``opt``, ``step`` replaced."""
-        return State(**{"params": self.params, "opt": self.opt, "step": self.step} | changes)
+        """A state with some of ``params``, ``opt``, ``step``, ``skipped`` replaced."""
+        return State(**{"params": self.params, "opt": self.opt, "step": self.step, "skipped": self.skipped} | changes)
 
     def __repr__(self) -> str:
         if self._donated:
@@ -68,11 +75,11 @@ class State:
 
 
 def _flatten(state: State) -> tuple[tuple[Any, ...], None]:
-    return (state.params, state.opt, state.step), None
+    return (state.params, state.opt, state.step, state.skipped), None
 
 
 def _unflatten(_: Any, children: Iterable[Any]) -> State:
     return State(*children)
 
 
-tree.register_node(State, _flatten, _unflatten, ("params", "opt", "step"))
+tree.register_node(State, _flatten, _unflatten, ("params", "opt", "step", "skipped"))

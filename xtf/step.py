@@ -7,7 +7,7 @@ transfers) once, when it is first used, so that transforms may be composed in an
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -24,14 +24,15 @@ from xtf.model import Model
 from xtf.ops import Ops
 from xtf.ops.lowering import best
 from xtf.optim import Optimizer, apply_updates
+from xtf.overlap import Layout, overlapped
 from xtf.placement import Placed, Placement, cut, gather_transfer, place, reduce_transfer, uncut
 from xtf.record import Record
 from xtf.spec import ParamSpec
-from xtf.stage import Lower, Pair, Program, Stage
+from xtf.stage import Lower, Pair, Program, Rows, Stage
 from xtf.state import State
 from xtf.step_loss import StepLoss
 from xtf.tree import Path, Tree
-from xtf.walk import walk
+from xtf.walk import Plan, walk
 
 _CPU = torch.device("cpu")
 
@@ -90,6 +91,7 @@ class TrainStep:
         sharding: where leaves live (`xtf.transforms.shard`).
         precision: dtypes (`xtf.transforms.precision`).
         split: the batch seam.
+        parts: in how many parts the tokens of a micro-batch run where the program has exchanges (`xtf.overlap`).
         rewrites: the program seam: applied in order to the model's stages.
         declarations: applied to each stage of the finished program, to declare transfers on it.
         ops: the kernels; by default the best for the device of the parameters.
@@ -104,6 +106,7 @@ class TrainStep:
     sharding: Sharding = Sharding()
     precision: Precision = Precision()
     split: Split = lambda batch: (batch,)
+    parts: int = 1
     rewrites: tuple[Rewrite, ...] = ()
     declarations: tuple[Callable[[TrainStep, Stage], Stage], ...] = ()
     ops: Ops | None = None
@@ -176,8 +179,23 @@ class TrainStep:
     @cached_property
     def pairs(self) -> tuple[Pair | None, ...]:
         """Each stage as the walk runs it."""
-        lower = self.compilation.lower
+        whole = self.compilation.lower
+
+        def in_parts(fn: Callable[..., Any], key: Hashable) -> Callable[..., Any]:
+            return whole(fn, key if isinstance(key, Rows) else Rows(key))  # parts differ in length from batch to batch
+
+        lower: Lower = in_parts if self.parts > 1 else whole
         return tuple(s.rule(s.fn, s.key, lower) if isinstance(s, Stage) else None for s in self.program)
+
+    def plan(self, layout: Layout = (1,)) -> Plan:
+        """What the walk runs on a micro-batch: the program and its pairs, in the parts of ``layout`` (`xtf.overlap`)."""
+        if layout not in self._plans:
+            self._plans[layout] = Plan(*overlapped(self.program, self.pairs, layout))
+        return self._plans[layout]
+
+    @cached_property
+    def _plans(self) -> dict[Layout, Plan]:
+        return {}
 
     @cached_property
     def token_axis(self) -> Axis | None:
@@ -202,7 +220,8 @@ class TrainStep:
         trained = tree.from_items(
             self.model.specs, {path: leaf if self.specs[path].trainable else None for path, leaf in tree.items(params).items()}
         )
-        return State(params, self.optimizer.init(trained, self.placed()), torch.zeros((), dtype=torch.int64))
+        zero = torch.zeros((), dtype=torch.int64)
+        return State(params, self.optimizer.init(trained, self.placed()), zero, zero.clone())
 
     def tree_of(self, leaves: Mapping[Path, Any]) -> Tree:
         """A tree of the parameters' structure from ``{path: leaf}``, on the step's device."""
@@ -252,7 +271,8 @@ class TrainStep:
     # Running ---------------------------------------------------------------------------------------------------------------------
 
     def __call__(self, state: State, batch: Batch, *, record: Record | None = None) -> tuple[State, dict[str, Tensor]]:
-        """One update.
+        """One step. Where the loss or the gradients' norm is not finite it is skipped: it counts in ``state.step`` and
+        ``state.skipped``, and changes nothing else.
 
         Args:
             state: this rank's state.
@@ -261,7 +281,7 @@ class TrainStep:
 
         Returns:
             The new state, and metrics that are the same on every rank: ``loss``, ``cross_entropy``, ``grad_norm``, ``tokens``
-            (supervised ones of all ranks), those of the auxiliary loss and of the optimizer.
+            (supervised ones of all ranks), ``skipped`` (1 if this step was, else 0), those of the auxiliary loss and of the optimizer.
 
         Raises:
             ValueError: for a batch that is not one, or parameters that are not this rank's.
@@ -270,19 +290,32 @@ class TrainStep:
             how = "step.init(seed), step.state(params) or xtf.load(step, path)"
             raise ValueError(f"step(state, batch) takes a State, got {type(state).__name__}: make one with {how}")
         donate = self.compilation.donate
-        params, placed = state.params, self.placed(donate=donate)
-        metrics, grads = self._differentiate(params, batch, record)
+        params, placed, run = state.params, self.placed(donate=donate), StepLoss(self, batch, record)
+        metrics, grads = self._differentiate(params, run, record)
         metrics["grad_norm"] = placed.norm(grads)
-        updates, opt = self.optimizer.update(grads, state.opt, params, placed)
-        new = State(apply_updates(params, updates, placed), opt, state.step + 1)
-        metrics = self.optimizer.metrics(opt) | metrics
+        skipped = torch.zeros_like(state.skipped)
+        if bool((metrics["loss"] + metrics["grad_norm"]).isfinite()):
+            updates, opt = self.optimizer.update(grads, state.opt, params, placed)
+            params = self._update_untrained(apply_updates(params, updates, placed), run)
+        else:
+            skipped, opt = skipped + 1, state.opt
+        new = State(params, opt, state.step + 1, state.skipped + skipped)
+        metrics = self.optimizer.metrics(opt) | metrics | {"skipped": skipped}
         if donate:
             state.donate()
         return new, metrics
 
+    def _update_untrained(self, params: Tree, run: StepLoss) -> Tree:
+        """What the model itself changes after a step, as routers' corrections."""
+        if self.model.update is None:
+            return params
+        leaves = tree.items(params)
+        untrained = {path: leaf for path, leaf in leaves.items() if not self.specs[path].trainable}
+        return self.tree_of(leaves | dict(self.model.update(untrained, run.counts())))
+
     def value_and_grad(self, params: Tree, batch: Batch, *, record: Record | None = None) -> tuple[Tensor, Tree]:
         """The loss (global, shape ()) and this rank's gradients, a tree like ``params`` with ``None`` for what is not trained."""
-        metrics, grads = self._differentiate(params, batch, record)
+        metrics, grads = self._differentiate(params, StepLoss(self, batch, record), record)
         return metrics["loss"], grads
 
     def loss(self, params: Tree, batch: Batch) -> Tensor:
@@ -292,7 +325,7 @@ class TrainStep:
     def evaluate(self, params: Tree, batch: Batch, *, record: Record | None = None) -> dict[str, Tensor]:
         """The metrics of a batch without training on it: ``loss``, ``cross_entropy``, ``tokens`` and the auxiliary loss's."""
         run = StepLoss(self, batch, record)
-        values = walk(self.program, self.pairs, self._local(params), run.micros, keep=run.keep, record=record).values
+        values = walk(run.plans, self._local(params), run.micros, keep=run.keep, record=record).values
         if self.model.aux_scope == "step":
             run.count(values)
         else:
@@ -300,12 +333,12 @@ class TrainStep:
                 run.seeds(micro, final)
         return run.metrics(values)
 
-    def _differentiate(self, params: Tree, batch: Batch, record: Record | None) -> tuple[dict[str, Tensor], Tree]:
-        local, run = self._local(params), StepLoss(self, batch, record)
+    def _differentiate(self, params: Tree, run: StepLoss, record: Record | None) -> tuple[dict[str, Tensor], Tree]:
+        local = self._local(params)
         if self.model.aux is not None and self.model.aux_scope == "step":
-            run.count(walk(self.program, self.pairs, local, run.micros, keep=run.keep, record=record).values)
+            run.count(walk(run.plans, local, run.micros, keep=run.keep, record=record).values)
         trained = frozenset(path for path, spec in self.specs.items() if spec.trainable)
-        outcome = walk(self.program, self.pairs, local, run.micros, keep=run.keep, seeds=run.seeds, trained=trained, record=record)
+        outcome = walk(run.plans, local, run.micros, keep=run.keep, seeds=run.seeds, trained=trained, record=record)
         grads = {path: outcome.grads.get(path, torch.zeros_like(leaf)) if path in trained else None for path, leaf in local.items()}
         return run.metrics(outcome.values), tree.from_items(self.model.specs, grads)
 

@@ -174,6 +174,9 @@ def compare(
     grads = tree.from_items(model.specs, expected)
     updates, opt = optimizer.update(grads, optimizer.init(params), params)
     after = tree.items(optim.apply_updates(params, updates))
+    if model.update is not None:
+        untrained = {path: leaf for path, leaf in after.items() if not specs[path].trainable}
+        after |= dict(model.update(untrained, _counts(model, params, batch)))
     norm = torch.stack([g.square().sum() for g in expected.values() if g is not None]).sum().sqrt()
     known = {"cross_entropy": _cross_entropy(model, params, batch), "tokens": (pack(batch)["weights"] != 0).sum()}
     known |= _aux_metrics(model, params, [batch] if model.aux_scope == "step" else micros, total)
@@ -231,6 +234,12 @@ def _aux_metrics(model: Model, params: Any, micros: Sequence[Batch], total: Tens
         _, metrics = model.aux({name: values[name] for name in model.statistics}, consts["valid"].sum())
         found |= {name: found.get(name, 0) + value * (weight * normalizer(total)) for name, value in metrics.items()}
     return found
+
+
+def _counts(model: Model, params: Any, batch: Batch) -> dict[str, Tensor]:
+    """The integer statistics of a batch."""
+    values = run(model.build(REFERENCE), params, model.pack(batch) | {"normalizer": torch.ones(())})
+    return {name: values[name] for name in model.statistics if not values[name].is_floating_point()}
 
 
 def _compare(got: Tensor, want: Tensor, tolerance: float, sizes: Mapping[str, int]) -> tuple[float, str]:

@@ -17,14 +17,15 @@ Everything is recorded in order (`xtf.record`). Nothing here depends on what a t
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from xtf.record import Act, Event, Record, What, handle_bytes, storage_bytes
+from xtf.record import Act, Event, Record, What, handle_bytes, handle_syncs, storage_bytes
 from xtf.stage import Exchange, Pair, Program, Stage, Transfer, is_differentiable
 from xtf.tree import Path
 
@@ -41,48 +42,103 @@ class Task(NamedTuple):
     node: int  # index in the program
 
 
-class Session(NamedTuple):
-    """A stretch of tasks for which one stage's parameters stay gathered: started before task ``start`` runs, waited for before
-    ``first`` runs, freed after ``last`` has run."""
+@dataclass(frozen=True)
+class Plan:
+    """A program as the walk runs it, with what follows from its order.
 
-    node: int  # index in the program
+    Args:
+        program: stages and exchanges in order.
+        pairs: the `Pair` of each stage, ``None`` for exchanges.
+    """
+
+    program: Program
+    pairs: Sequence[Pair | None]
+
+    @cached_property
+    def last_reads(self) -> list[list[str]]:
+        """For each node, the values whose content nothing reads after it."""
+        needed: set[str] = set()
+        found: list[list[str]] = []
+        for node in reversed(self.program):
+            needed -= set(node.writes)
+            found.append([name for name in node.reads if name not in needed])
+            needed |= set(node.reads)
+        return found[::-1]
+
+    @cached_property
+    def reduced_by(self) -> list[tuple[Path, ...]]:
+        """For each node, the paths whose gradient is complete when it has run backward: it is their first user."""
+        seen: set[Path] = set()
+        found: list[tuple[Path, ...]] = []
+        for node in self.program:
+            own = tuple(dict.fromkeys(p for p in node.params.values() if p not in seen)) if isinstance(node, Stage) else ()
+            seen.update(own)
+            found.append(own)
+        return found
+
+    @cached_property
+    def ready_after(self) -> list[list[int]]:
+        """For each node, the exchanges whose gradients are complete when it has run backward: it is the first to read what they
+        write. (An exchange that another reads is left at its place: to start it early, the walk would have to wait.)"""
+        found: list[list[int]] = [[] for _ in self.program]
+        for index, node in enumerate(self.program):
+            if isinstance(node, Exchange):
+                names = set(node.writes)
+                later = range(index + 1, len(self.program))
+                first = next((j for j in later if names & {*self.program[j].reads, *self.program[j].writes}), None)
+                if first is not None and isinstance(self.program[first], Stage) and names & set(self.program[first].reads):
+                    found[first].append(index)
+        return [row[::-1] for row in found]
+
+
+class Session(NamedTuple):
+    """A stretch of tasks for which a stage's parameters stay gathered: started before task ``start`` runs, waited for before
+    ``first`` runs, freed after ``last`` has run. Stages that gather the same parameters (parts of one stage) share it."""
+
+    key: Hashable  # of the gather
     start: int
     first: int
     last: int
 
 
-def tasks(program: Program, micros: int, *, backward: bool) -> list[Task]:
-    """Every task in the order in which it runs."""
+def _gather_key(stage: Stage) -> Hashable:
+    """Equal for stages that gather the same parameters in the same way."""
+    return id(stage.gather), tuple(stage.params.values())
+
+
+def tasks(plans: Sequence[Plan], *, backward: bool) -> list[Task]:
+    """Every task in the order in which it runs, micro-batch after micro-batch."""
     order: list[Task] = []
-    for micro in range(micros):
-        order += [Task(micro, "forward", i) for i in range(len(program))]
+    for micro, plan in enumerate(plans):
+        order += [Task(micro, "forward", i) for i in range(len(plan.program))]
         if backward:
-            order += [Task(micro, "backward", i) for i in reversed(range(len(program)))]
+            order += [Task(micro, "backward", i) for i in reversed(range(len(plan.program)))]
     return order
 
 
-def sessions(program: Program, pairs: Sequence[Pair | None], order: Sequence[Task]) -> list[Session]:
+def sessions(plans: Sequence[Plan], order: Sequence[Task]) -> list[Session]:
     """When each stage's parameters are gathered and freed, in order.
 
-    A stage keeps them from one use to the next when no other gather lies between (the last stage, whose backward follows its
-    forward at once), or when it declares ``regather=False``.
+    They are kept between uses in one direction of one micro-batch; from one use to the next when no other gather lies between
+    (the last stage, whose backward follows its forward at once); and in both directions when the stage declares
+    ``regather=False``.
     """
     found: list[Session] = []
-    held: dict[tuple[int, int], int] = {}  # (micro, stage) -> its open session, for stages that do not regather
+    going: dict[tuple[int, str, Hashable], int] = {}  # (micro, direction or "both", gather) -> its open session
     before: int | None = None  # the last task so far that uses gathered parameters
     for at, task in enumerate(order):
-        stage, pair = program[task.node], pairs[task.node]
+        stage, pair = plans[task.micro].program[task.node], plans[task.micro].pairs[task.node]
         if not isinstance(stage, Stage) or pair is None or stage.gather is None or (task.direction == "backward" and not pair.needs_params):
             continue
-        opened = held.get((task.micro, task.node))
-        if opened is None and found and found[-1].node == task.node and order[found[-1].first].micro == task.micro:
-            opened = len(found) - 1
-        if opened is None:
-            found.append(Session(task.node, at if before is None else before, at, at))
-            if not stage.regather:
-                held[task.micro, task.node] = len(found) - 1
+        key = _gather_key(stage)
+        use = (task.micro, task.direction if stage.regather else "both", key)
+        if use not in going and found and found[-1].key == key and order[found[-1].first].micro == task.micro:
+            going[use] = len(found) - 1
+        if use in going:
+            found[going[use]] = found[going[use]]._replace(last=at)
         else:
-            found[opened] = found[opened]._replace(last=at)
+            going[use] = len(found)
+            found.append(Session(key, at if before is None else before, at, at))
         before = at
     return found
 
@@ -96,8 +152,7 @@ class Outcome:
 
 
 def walk(
-    program: Program,
-    pairs: Sequence[Pair | None],
+    plans: Sequence[Plan],
     params: Mapping[Path, Tensor],
     micros: Sequence[Mapping[str, Any]],
     *,
@@ -106,11 +161,10 @@ def walk(
     trained: frozenset[Path] = frozenset(),
     record: Record | None = None,
 ) -> Outcome:
-    """Run a program.
+    """Run a program on each micro-batch.
 
     Args:
-        program: stages and exchanges in order.
-        pairs: the `Pair` of each stage, ``None`` for exchanges.
+        plans: what to run on each micro-batch: the same program, or its stages in another order.
         params: this rank's parameters by path.
         micros: the constants of each micro-batch.
         keep: names of the values to return for each micro-batch (loss, statistics).
@@ -119,7 +173,7 @@ def walk(
         trained: paths that get gradients.
         record: where events go.
     """
-    return _Walk(program, pairs, params, micros, keep, seeds, trained, record if record is not None else Record()).run()
+    return _Walk(plans, params, micros, keep, seeds, trained, record if record is not None else Record()).run()
 
 
 @dataclass
@@ -139,8 +193,7 @@ class _Walk:
 
     def __init__(
         self,
-        program: Program,
-        pairs: Sequence[Pair | None],
+        plans: Sequence[Plan],
         params: Mapping[Path, Tensor],
         micros: Sequence[Mapping[str, Any]],
         keep: Sequence[str],
@@ -148,14 +201,15 @@ class _Walk:
         trained: frozenset[Path],
         record: Record,
     ) -> None:
-        self.program, self.pairs, self.params, self.micros = program, pairs, params, micros
+        assert len(plans) == len(micros)
+        self.plans, self.params, self.micros = plans, params, micros
         self.keep, self.seeds, self.trained, self.record = set(keep), seeds, trained, record
-        self.order = tasks(program, len(micros), backward=seeds is not None)
-        self.sessions = sessions(program, pairs, self.order)
+        self.order = tasks(plans, backward=seeds is not None)
+        self.sessions = sessions(plans, self.order)
         self.next_session = 0
         self.gathering: deque[tuple[Session, Any]] = deque()  # started, not yet waited for
-        self.whole: dict[int, Mapping[str, Tensor]] = {}  # stage -> gathered parameters
-        self.until: dict[int, int] = {}  # stage -> the last task of its session
+        self.whole: dict[Hashable, Mapping[str, Tensor]] = {}  # gathered parameters, by the key of the gather
+        self.until: dict[Hashable, int] = {}  # the last task of its session, likewise
         self.values: dict[str, Any] = {}  # name -> tensor or _Pending
         self.cotangents: dict[str, list[Any]] = {}
         self.residuals: dict[int, Any] = {}
@@ -166,12 +220,18 @@ class _Walk:
         self.unreduced: dict[Path, Tensor] = {}
         self.reducing: tuple[Stage, Any] | None = None
         self.seen: set[int] = set()  # storages of gradients handed out
-        self.last_read = _last_reads(program)
-        self.reduced_by = _reduced_by(program)
-        self.ready_after = _ready_after(program)
         self.early: dict[int, _Pending] = {}  # exchanges whose backward started before its place
         self.outcome = Outcome()
         self.task = Task(0, "forward", 0)
+
+    @property
+    def plan(self) -> Plan:
+        """That of the task's micro-batch."""
+        return self.plans[self.task.micro]
+
+    @property
+    def program(self) -> Program:
+        return self.plan.program
 
     def run(self) -> Outcome:
         for at, task in enumerate(self.order):
@@ -196,6 +256,8 @@ class _Walk:
     def _start(self, what: What, stage: str, transfer: Transfer, value: Any) -> Any:
         handle = transfer.start(value)
         self._log("start", what, stage, handle_bytes(handle), transfer.stream)
+        for _ in range(handle_syncs(handle)):
+            self._log("wait", "sync", stage)
         return handle
 
     def _wait(self, what: What, stage: str, transfer: Transfer, handle: Any) -> Any:
@@ -211,7 +273,8 @@ class _Walk:
     def _start_gather(self) -> None:
         """Start the next gather, labelled with the task it is for."""
         session, now = self.sessions[self.next_session], self.task
-        stage, self.task = self.program[session.node], self.order[session.first]
+        self.task = self.order[session.first]
+        stage = self.program[self.task.node]
         assert isinstance(stage, Stage) and stage.gather is not None
         self.gathering.append((session, self._start("gather", stage.name, stage.gather, self._own(stage))))
         self.next_session, self.task = self.next_session + 1, now
@@ -223,21 +286,22 @@ class _Walk:
             return {}
         if stage.gather is None:
             return self._own(stage)
-        index = self.task.node
-        if index not in self.whole:
+        key = _gather_key(stage)
+        if key not in self.whole:
             if not self.gathering:  # the first of all
                 self._start_gather()
             session, handle = self.gathering.popleft()
-            self.whole[index] = self._wait("gather", stage.name, stage.gather, handle)
-            self.until[index] = session.last
+            assert session.key == key
+            self.whole[key] = self._wait("gather", stage.name, stage.gather, handle)
+            self.until[key] = session.last
         while self.next_session < len(self.sessions) and self.sessions[self.next_session].start <= at:
             self._start_gather()
-        return self.whole[index]
+        return self.whole[key]
 
     def _release(self, at: int, stage: Stage) -> None:
-        index = self.task.node
-        if index in self.whole and at >= self.until[index]:
-            self._log("free", "gather", stage.name, storage_bytes(self.whole.pop(index)))
+        key = _gather_key(stage)
+        if key in self.whole and at >= self.until[key]:
+            self._log("free", "gather", stage.name, storage_bytes(self.whole.pop(key)))
 
     # Forward ---------------------------------------------------------------------------------------------------------------------
 
@@ -279,7 +343,7 @@ class _Walk:
         return _Pending(node.backward, self._start("exchange", node.name, node.backward, given), node.reads, node.name)
 
     def _forward(self, at: int, stage: Stage) -> None:
-        pair = self.pairs[self.task.node]
+        pair = self.plan.pairs[self.task.node]
         assert pair is not None
         reads = tuple(self._value(name) for name in stage.reads)
         consts = {name: self.micros[self.task.micro][name] for name in stage.consts}
@@ -304,7 +368,7 @@ class _Walk:
 
     def _forget(self, node: Stage | Exchange) -> None:
         """Drop the values that no later stage of the forward reads."""
-        for name in self.last_read[self.task.node]:
+        for name in self.plan.last_reads[self.task.node]:
             if name not in self.keep:
                 self.values.pop(name, None)
 
@@ -355,7 +419,7 @@ class _Walk:
         return self.residuals.pop(index)
 
     def _backward(self, at: int, stage: Stage) -> None:
-        pair, index = self.pairs[self.task.node], self.task.node
+        pair, index = self.plan.pairs[self.task.node], self.task.node
         assert pair is not None
         dwrites: list[Tensor | None] = []
         for name, blank in zip(stage.writes, self.blank.pop(index), strict=True):
@@ -377,10 +441,10 @@ class _Walk:
             path = stage.params[name]
             if path in self.trained:
                 self.unreduced[path] = self.unreduced[path] + grad if path in self.unreduced else grad
-        ready = {path: self.unreduced.pop(path) for path in self.reduced_by[index] if path in self.unreduced}
+        ready = {path: self.unreduced.pop(path) for path in self.plan.reduced_by[index] if path in self.unreduced}
         if ready:
             self._reduce(stage, ready)
-        for exchange in self.ready_after[index]:
+        for exchange in self.plan.ready_after[index]:
             self.early[exchange] = self._start_back(exchange)
 
     def _reduce(self, stage: Stage, ready: dict[Path, Tensor]) -> None:
@@ -409,38 +473,3 @@ class _Walk:
         for path, grad in local.items():
             have = self.outcome.grads.get(path)
             self.outcome.grads[path] = grad if have is None else have.add_(grad)
-
-
-def _last_reads(program: Program) -> list[list[str]]:
-    """For each node, the values whose content nothing reads after it."""
-    needed: set[str] = set()
-    found: list[list[str]] = []
-    for node in reversed(program):
-        needed -= set(node.writes)
-        found.append([name for name in node.reads if name not in needed])
-        needed |= set(node.reads)
-    return found[::-1]
-
-
-def _reduced_by(program: Program) -> list[tuple[Path, ...]]:
-    """For each node, the paths whose gradient is complete when it has run backward: it is their first user."""
-    seen: set[Path] = set()
-    found: list[tuple[Path, ...]] = []
-    for node in program:
-        own = tuple(dict.fromkeys(p for p in node.params.values() if p not in seen)) if isinstance(node, Stage) else ()
-        seen.update(own)
-        found.append(own)
-    return found
-
-
-def _ready_after(program: Program) -> list[list[int]]:
-    """For each node, the exchanges whose gradients are complete when it has run backward: it is the first to read what they
-    write. (An exchange that another reads is left at its place: to start it early, the walk would have to wait.)"""
-    found: list[list[int]] = [[] for _ in program]
-    for index, node in enumerate(program):
-        if isinstance(node, Exchange):
-            names = set(node.writes)
-            first = next((j for j in range(index + 1, len(program)) if names & {*program[j].reads, *program[j].writes}), None)
-            if first is not None and isinstance(program[first], Stage) and names & set(program[first].reads):
-                found[first].append(index)
-    return [row[::-1] for row in found]

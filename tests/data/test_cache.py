@@ -176,6 +176,25 @@ def test_a_bad_line_raises_and_leaves_nothing(tmp_path: Path) -> None:
     assert entries(tmp_path / "cache") == []
 
 
+def test_files_before_a_bad_line_are_kept(tmp_path: Path) -> None:
+    """The bad file is read while the one before it is still encoded."""
+    good, bad, after = lines(tmp_path / "a.jsonl", [CHAT, TEXT]), lines(tmp_path / "b.jsonl", BAD), lines(tmp_path / "c.jsonl", [CHAT])
+    with pytest.raises(RowError, match=r"b\.jsonl, line 2: not JSON"):
+        tokenize_files([good, bad, after], DEMO, cache_dir=tmp_path / "cache")
+    found = tokenize_files([good, after], DEMO, cache_dir=tmp_path / "cache")
+    assert [part.from_cache for part in found.parts] == [True, False]
+
+
+def test_what_was_skipped_belongs_to_its_file(tmp_path: Path) -> None:
+    files = [lines(tmp_path / "a.jsonl", BAD), lines(tmp_path / "b.jsonl", [TEXT, CHAT]), lines(tmp_path / "c.jsonl", ["{", CHAT])]
+    files.append(lines(tmp_path / "same as a.jsonl", BAD))
+    for _ in range(2):  # built, and from the cache
+        found = tokenize_files(files, DEMO, cache_dir=tmp_path / "cache", skip_bad_lines=True)
+        counts = [[item.line for item in found.skipped if item.path == str(file)] for file in files]
+        assert counts == [[2, 4, 5, 6], [], [1], [2, 4, 5, 6]] and len(found.skipped) == 9
+        assert [part.documents for part in found.parts] == [3, 2, 1, 3]
+
+
 def test_bad_lines_are_left_out_and_listed(tmp_path: Path) -> None:
     file = lines(tmp_path / "a.jsonl", BAD)
     for _ in range(2):  # built, and from the cache

@@ -28,6 +28,19 @@ MOE = QWEN3 | {
     "norm_topk_prob": True,
     "router_aux_loss_coef": 0.3,
 }
+MIXTRAL = LLAMA | {"model_type": "mixtral", "num_local_experts": 5, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.3}
+OSS = COMMON | {
+    "model_type": "gpt_oss",
+    "num_key_value_heads": 2,
+    "head_dim": 10,
+    "max_position_embeddings": 64,
+    "num_local_experts": 5,
+    "num_experts_per_tok": 2,
+    "router_aux_loss_coef": 0.3,
+    "sliding_window": 4,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+}
+OSS_YARN = {"factor": 8.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False, "original_max_position_embeddings": 16}
 DEEPSEEK = COMMON | {
     "model_type": "deepseek_v3",
     "num_key_value_heads": 4,
@@ -123,6 +136,22 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "qwen3_moe, mixed by step": MOE | {"num_hidden_layers": 3, "decoder_sparse_step": 2},
     "qwen3_moe, mixed by list": MOE | {"num_hidden_layers": 3, "mlp_only_layers": [0], "tie_word_embeddings": True},
     "qwen3_moe, one expert, window": MOE | {"num_experts": 5, "num_experts_per_tok": 1, "use_sliding_window": True, "sliding_window": 5},
+    "mixtral": MIXTRAL,
+    "mixtral, tied, head size, window": MIXTRAL
+    | {"tie_word_embeddings": True, "head_dim": 10, "sliding_window": 5, "num_experts_per_tok": 3, "num_key_value_heads": 1},
+    "gpt_oss": OSS,
+    "gpt_oss, yarn, clamped": OSS | {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1.5e5, **OSS_YARN}, "swiglu_limit": 0.2},
+    "gpt_oss, tied, no biases, types": OSS
+    | {
+        "num_hidden_layers": 3,
+        "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+        "tie_word_embeddings": True,
+        "attention_bias": False,
+        "num_experts_per_tok": 3,
+        "num_key_value_heads": 1,
+        "swiglu_alpha": 1.2,
+    },
+    "gpt_oss, full attention": OSS | {"layer_types": ["full_attention"] * 2},
     "deepseek_v3": DEEPSEEK,
     "deepseek_v3, direct queries, halves": DEEPSEEK | {"q_lora_rank": None, "rope_interleave": False, "n_group": 1, "topk_group": 1},
     "deepseek_v3, yarn beyond the context": DEEPSEEK | {"rope_parameters": YARN},
@@ -149,12 +178,12 @@ def near(got: Tensor, want: Tensor, tolerance: float, what: str) -> None:
 
 
 def compare(hf_config: dict[str, Any], dtype: torch.dtype, logits: float, loss: float, gradients: float) -> None:
-    options = {"aux": "pooled"} if hf_config["model_type"] == "qwen3_moe" else {}
+    options = {"aux": "pooled"} if hf_config["model_type"] in ("qwen3_moe", "mixtral", "gpt_oss") else {}
     model = models.from_hf(hf_config, dtype=dtype, **options)
     reference = hf_models.build(hf_config, dtype)
     params = hf_models.parameters(model, reference)
     ids = torch.randint(hf_config["vocab_size"], (3, LENGTH), generator=torch.Generator().manual_seed(1))
-    sparse = {"output_router_logits": True} if options else {}
+    sparse = {"output_router_logits": True} if options and model.aux else {}
     want = reference(input_ids=ids, labels=ids, **sparse)
     want.loss.backward()
     near(model.logits(params, ids), want.logits.detach(), logits, "logits")
@@ -171,7 +200,7 @@ def test_equals_transformers(name: str) -> None:
     compare(CONFIGS[name], torch.float32, logits=1e-5, loss=1e-6, gradients=1e-4)
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "qwen3_moe", "qwen3_moe, mixed by step"])
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "qwen3_moe", "qwen3_moe, mixed by step", "mixtral", "gpt_oss"])
 def test_equals_transformers_in_float64(name: str) -> None:
     compare(CONFIGS[name], torch.float64, logits=1e-6, loss=1e-7, gradients=1e-5)
 
@@ -193,8 +222,10 @@ def configs(draw: st.DrawFn) -> dict[str, Any]:
         "tie_word_embeddings": draw(st.booleans()),
         "rope_parameters": {"rope_type": "default", "rope_theta": draw(st.sampled_from([100.0, 1e4, 1e6]))},
     }
-    kind = draw(st.sampled_from(["llama", "qwen3", "qwen3_moe", "deepseek_v3", "glm4_moe"]))
-    out |= {"model_type": kind, "attention_bias": draw(st.booleans())}
+    kind = draw(st.sampled_from(["llama", "qwen3", "qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3", "glm4_moe"]))
+    out["model_type"] = kind
+    if kind != "mixtral":
+        out["attention_bias"] = draw(st.booleans())
     if kind == "llama":
         out["mlp_bias"] = draw(st.booleans())
     if kind == "qwen3_moe":
@@ -209,6 +240,24 @@ def configs(draw: st.DrawFn) -> dict[str, Any]:
             "decoder_sparse_step": draw(st.integers(1, 2)),
             "router_aux_loss_coef": draw(st.sampled_from([0.0, 0.1])),
         }
+    if kind in ("mixtral", "gpt_oss"):
+        experts = draw(st.integers(2, 8))
+        out |= {
+            "num_local_experts": experts,
+            "num_experts_per_tok": draw(st.integers(2, experts)),
+            # a window of one token leaves queries and keys without a gradient, as above
+            "sliding_window": draw(st.sampled_from([None, 2, 5, 64])),
+            "router_aux_loss_coef": draw(st.sampled_from([0.0, 0.1])),
+        }
+    if kind == "gpt_oss":
+        kinds = st.sampled_from(["sliding_attention", "full_attention"])
+        out |= {
+            "sliding_window": draw(st.sampled_from([2, 5, 64])),
+            "layer_types": draw(st.lists(kinds, min_size=out["num_hidden_layers"], max_size=out["num_hidden_layers"])),
+            "swiglu_limit": draw(st.sampled_from([0.1, 7.0])),
+        }
+        if draw(st.booleans()):
+            out["rope_parameters"] = out["rope_parameters"] | {"rope_type": "yarn"} | OSS_YARN
     if kind == "deepseek_v3":
         del out["head_dim"]
         out |= {
@@ -267,7 +316,7 @@ def test_config_round_trips(name: str, tmp_path: Any) -> None:
 SAVED = ("llama, tied, no groups", "llama, head size and biases", "qwen2", "qwen3", "qwen3_moe, mixed by step", "deepseek_v3", "glm4_moe")
 
 
-@pytest.mark.parametrize("name", [*SAVED, "deepseek_v3, biases, weights as they are"])
+@pytest.mark.parametrize("name", [*SAVED, "deepseek_v3, biases, weights as they are", "mixtral", "gpt_oss"])
 def test_names_are_those_on_disk(name: str, tmp_path: Any) -> None:
     from safetensors import safe_open
 

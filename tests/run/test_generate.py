@@ -56,6 +56,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "qwen3_moe": MOE | {"num_hidden_layers": 3, "mlp_only_layers": [1], "norm_topk_prob": True},
     "qwen3_moe with windows": MOE | {"use_sliding_window": True, "sliding_window": 4},
     "deepseek_v3": LATENT,
+    "gpt_oss": DENSE | {"model_type": "gpt_oss", "num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 4},
     "yarn": DENSE | {"model_type": "llama", "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}},
     "dynamic": DENSE | {"model_type": "llama", "max_position_embeddings": 8, "rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
     "longrope": DENSE | {"model_type": "llama", "rope_scaling": {"rope_type": "longrope", "factor": 8.0, **LONG}},
@@ -91,7 +92,7 @@ def test_every_position_equals_the_whole_sequence(name: str, dtype: torch.dtype,
         near(scores(IDS[:n]), whole(model, params, IDS[:n]), TOLERANCE[dtype])
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3_moe with windows"])
+@pytest.mark.parametrize("name", ["llama", "qwen3_moe with windows", "gpt_oss"])
 def test_a_long_prompt_is_attended_in_parts(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("xtf.run.decoding._QUERIES", 4)
     model = small(name)

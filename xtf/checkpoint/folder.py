@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path as FilePath
 from typing import Any, Protocol, cast
 
@@ -56,6 +57,15 @@ class Described(Protocol):
     def hf_config(self) -> Mapping[str, Any]:
         """The fields of the ``config.json``."""
         ...
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """A model as a checkpoint has it, or as a step stores it: see `Described`."""
+
+    specs: Tree
+    sources: Mapping[Path, Source]
+    hf_config: Mapping[str, Any]
 
 
 def leaf_specs(model: Described) -> dict[Path, ParamSpec]:

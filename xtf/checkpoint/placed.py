@@ -3,32 +3,20 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from xtf import tree
-from xtf.checkpoint.folder import CheckpointError
+from xtf.checkpoint.folder import CheckpointError, Resolved
 from xtf.checkpoint.reading import load_leaves
 from xtf.checkpoint.writing import check_target, save_leaves
-from xtf.checkpoint_map import Source
 from xtf.collectives import Axis
 from xtf.placement import uncut
 from xtf.state import State
 from xtf.step import TrainStep
-from xtf.tree import Path, Tree
-
-
-@dataclass(frozen=True)
-class _Stored:
-    """A model whose leaves have the dtypes in which the step stores them."""
-
-    specs: Tree
-    sources: Mapping[Path, Source]
-    hf_config: Mapping[str, Any]
+from xtf.tree import Path
 
 
 def load(step: TrainStep, path: str | os.PathLike[str], *, ignore: Sequence[str] = ()) -> State:
@@ -44,7 +32,7 @@ def load(step: TrainStep, path: str | os.PathLike[str], *, ignore: Sequence[str]
     Raises:
         CheckpointError: as for `load_params`.
     """
-    stored = _Stored(tree.from_items(step.model.specs, step.specs), step.model.sources, step.model.hf_config)
+    stored = Resolved(tree.from_items(step.model.specs, step.specs), step.model.sources, step.model.hf_config)
     leaves = load_leaves(stored, path, lambda leaf: step.placements[leaf].ranges(), ignore=ignore, device=step.device)
     return step.state(step.tree_of(leaves), handed_over=True)
 

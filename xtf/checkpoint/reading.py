@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path as FilePath
@@ -16,18 +15,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from xtf import tree
-from xtf.checkpoint.folder import (
-    CONFIG,
-    INDEX,
-    SINGLE,
-    CheckpointError,
-    Described,
-    existing_folder,
-    leaf_specs,
-    read_config,
-    read_json,
-    tensor_shapes,
-)
+from xtf.checkpoint.fitting import TIED, Prefix, check, fit, listed
+from xtf.checkpoint.folder import INDEX, SINGLE, CheckpointError, Described, existing_folder, leaf_specs, read_config, read_json
+from xtf.checkpoint.quantised import Stored, dequantised
 from xtf.checkpoint.training_index import is_training, read_params
 from xtf.checkpoint_map import Named, Range, fill
 from xtf.spec import ParamSpec
@@ -36,9 +26,7 @@ from xtf.tree import Path, Tree
 Ranges = Callable[[Path], Sequence[Range]]
 """``ranges(path)``: the block of a leaf that is wanted, a half-open range per dim of the whole leaf."""
 
-_HARMLESS = re.compile(r"(^|\.)rotary_emb\.inv_freq$")  # derived from the config, written by old versions of transformers
-_TIED = {"lm_head.weight": "model.embed_tokens.weight"}  # a tied head may be written beside the embedding it equals
-_SHOWN = 100  # names of each kind in one message
+_PIECE = 1 << 24  # elements that are put together at a time: what quantised and interleaved weights need beside their leaf
 
 
 @dataclass(frozen=True)
@@ -85,8 +73,13 @@ def load_leaves(
 ) -> dict[Path, Tensor]:
     """A block of each leaf from a Hugging Face checkpoint folder, or from a training checkpoint; nothing outside the blocks is read.
 
-    Every name and shape is checked against the model, also of what lies outside the blocks. Rotary tables are ignored, and so is
-    a tied ``lm_head.weight`` that equals the embedding (compared on the embedding's block).
+    Weights are read as they are published: in any layout that the model's sources name; under the names of a language model that is
+    part of a larger one (``language_model.`` in front, or ``model.language_model.``; then what lies beside it is passed over);
+    plain, in block-wise FP8, or in MXFP4 (`xtf.checkpoint.quantised`).
+
+    Every name and shape is checked against the model, also of what lies outside the blocks. Rotary tables are ignored, tensors without
+    elements, layers that only predict further tokens (``num_nextn_predict_layers``), and a tied ``lm_head.weight`` that equals the
+    embedding (compared on the embedding's block).
 
     Args:
         model: says which leaves there are (``specs``) and where each is found (``sources``).
@@ -110,8 +103,9 @@ def load_leaves(
         return read_params(model, folder, blocks, device)
     config = read_config(folder)
     with ExitStack() as stack:
-        tensors = _open(folder, stack)
-        _check(model, folder, tensors, config, [re.compile(pattern) for pattern in ignore])
+        tensors, wrong = dequantised(_open(folder, stack), config)
+        prefix, fitted = fit(model, tensors)
+        check(model, fitted, prefix, folder, tensors, wrong, config, [re.compile(pattern) for pattern in ignore])
 
         def read(name: str, block: Sequence[Range]) -> Tensor:
             return tensors[name].read(block)
@@ -119,9 +113,22 @@ def load_leaves(
         found = dict[Path, Tensor]()
         for leaf, spec in specs.items():
             found[leaf] = torch.empty([stop - start for start, stop in blocks[leaf]], dtype=spec.dtype, device=device)
-            fill(model.sources[leaf], spec.shape, blocks[leaf], read, found[leaf])
-        _check_tied(model, tensors, blocks)
+            for block, out in _pieces(blocks[leaf], found[leaf]):
+                fill(fitted.sources[leaf], spec.shape, block, read, out)
+        _check_tied(fitted, prefix, tensors, blocks)
     return found
+
+
+def _pieces(block: Sequence[Range], out: Tensor) -> Iterator[tuple[list[Range], Tensor]]:
+    """A block and the tensor for it in pieces of some rows."""
+    if out.numel() <= _PIECE:
+        yield list(block), out
+        return
+    (start, stop), *rest = block
+    rows = max(1, _PIECE * (stop - start) // out.numel())
+    for begin in range(start, stop, rows):
+        end = min(begin + rows, stop)
+        yield [(begin, end), *rest], out[begin - start : end - start]
 
 
 def _checked_ranges(leaf: Path, spec: ParamSpec, ranges: Ranges | None) -> list[Range]:
@@ -162,62 +169,14 @@ def _open(folder: FilePath, stack: ExitStack) -> dict[str, _Tensor]:
                 tensors[name] = _Tensor(tuple(block.get_shape()), block.get_dtype(), file, block)
     lost = [f"{name} (in {file})" for name, file in index.items() if name not in tensors]
     if lost:
-        raise CheckpointError(f"{folder / INDEX} names tensors that are not in their files: {_listed(lost)}\ncopy the folder again")
+        raise CheckpointError(f"{folder / INDEX} names tensors that are not in their files: {listed(lost)}\ncopy the folder again")
     return tensors
 
 
-def _check(
-    model: Described, folder: FilePath, tensors: Mapping[str, _Tensor], config: Mapping[str, Any], ignore: list[re.Pattern[str]]
-) -> None:
-    """Raise one error that names everything that is missing, unknown or of another shape or kind."""
-    specs, wanted = leaf_specs(model), dict[str, tuple[int, ...]]()
-    misshapen = dict[str, str]()
-    for leaf, parts in tensor_shapes(model).items():
-        wanted.update(parts)
-        for name, shape in parts.items():
-            if name not in tensors:
-                continue
-            if tensors[name].shape != shape:
-                misshapen[name] = f"{name}: the checkpoint has {tensors[name].shape}, the model expects {shape}"
-            elif _kind(tensors[name].dtype) != _kind_of(specs[leaf].dtype):
-                misshapen[name] = f"{name}: the checkpoint has dtype {tensors[name].dtype}, the model expects {specs[leaf].dtype}"
-    for head, embedding in _TIED.items():
-        if head in tensors and head not in wanted and embedding in wanted and tensors[head].shape != wanted[embedding]:
-            misshapen[head] = f"{head}: the checkpoint has {tensors[head].shape}, the tied embedding is {wanted[embedding]}"
-    missing = [name for name in wanted if name not in tensors]
-    ignore = [*ignore, *_further_tokens(model)]
-    allowed = {head for head, embedding in _TIED.items() if embedding in wanted}
-    extra = [
-        name for name in tensors
-        if name not in wanted and name not in allowed and not _HARMLESS.search(name) and not any(p.fullmatch(name) for p in ignore)
-    ]  # fmt: skip
-    if not (missing or extra or misshapen):
-        return
-    near = _near(missing[:_SHOWN], {name: tensors[name].shape for name in extra}, wanted)
-    report = {
-        "missing": [f"{name} {wanted[name]}" + (f"; renamed to {near[name]!r}?" if name in near else "") for name in missing],
-        "extra, unknown to the model": [f"{name} {tensors[name].shape}" for name in extra],
-        "misshapen": list(misshapen.values()),
-    }
-    lines = [f"the checkpoint {folder} does not fit the model:"]
-    lines += [f"  {len(rows)} {what}: {_listed(rows)}" for what, rows in report.items() if rows]
-    if "quantization_config" in config:
-        lines.append(f"  {folder / CONFIG} says the weights are quantised; only plain weights are read: dequantise them first")
-    lines.append("  was the model made from this folder's config.json? Extras that do not matter can be named in ignore=[...]")
-    raise CheckpointError("\n".join(lines), missing=missing, extra=extra, misshapen=list(misshapen))
-
-
-def _further_tokens(model: Described) -> list[re.Pattern[str]]:
-    """The names of modules that predict further tokens (DeepSeek-V3's ``num_nextn_predict_layers``): they stand after the last layer,
-    and may be in a checkpoint of a model that has none."""
-    layers, extra = (model.hf_config.get(name) or 0 for name in ("num_hidden_layers", "num_nextn_predict_layers"))
-    return [re.compile(rf"model\.layers\.{layers + i}\..*") for i in range(extra)]
-
-
-def _check_tied(model: Described, tensors: Mapping[str, _Tensor], blocks: Mapping[Path, Sequence[Range]]) -> None:
+def _check_tied(model: Described, prefix: Prefix, tensors: Mapping[str, Stored], blocks: Mapping[Path, Sequence[Range]]) -> None:
     """A head written beside the embedding it is tied to must equal it; compared on the block of the embedding."""
     of_name = {source.name: leaf for leaf, source in model.sources.items() if isinstance(source, Named)}
-    for head, embedding in _TIED.items():
+    for head, embedding in ((prefix.rename(head), prefix.rename(embedding)) for head, embedding in TIED.items()):
         if head in tensors and head not in of_name and embedding in of_name:
             block = blocks[of_name[embedding]]
             if not torch.equal(tensors[head].read(block), tensors[embedding].read(block)):
@@ -226,29 +185,3 @@ def _check_tied(model: Described, tensors: Mapping[str, _Tensor], blocks: Mappin
                     "set tie_word_embeddings to false in config.json, or remove the tensor",
                     extra=[head],
                 )
-
-
-def _kind(dtype: str) -> str:
-    """The kind of a safetensors dtype: ``"F"`` floating, ``"I"`` integer, ``"B"`` bool."""
-    return "B" if dtype == "BOOL" else "F" if dtype.startswith(("F", "BF")) else "I" if dtype.startswith(("I", "U")) else dtype
-
-
-def _kind_of(dtype: torch.dtype) -> str:
-    return "F" if dtype.is_floating_point else "B" if dtype == torch.bool else "I"
-
-
-def _near(missing: Sequence[str], extra: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple[int, ...]]) -> dict[str, str]:
-    """For missing names, the extra tensor of the same shape and the same numbers in its name that reads most like it."""
-    alike = dict[tuple[Any, ...], list[str]]()
-    for name, shape in extra.items():
-        alike.setdefault((shape, *re.findall(r"\d+", name)), []).append(name)
-    found = dict[str, str]()
-    for name in missing:
-        best = difflib.get_close_matches(name, alike.get((wanted[name], *re.findall(r"\d+", name)), []), n=1)
-        found.update({name: best[0]} if best else {})
-    return found
-
-
-def _listed(rows: Sequence[str]) -> str:
-    more = [f"... and {len(rows) - _SHOWN} more"] if len(rows) > _SHOWN else []
-    return "".join(f"\n    {row}" for row in [*rows[:_SHOWN], *more])

@@ -36,6 +36,7 @@ COMMANDS: dict[str, _Known] = {
     "generate": _Known("Continue a text, or talk to a trained model.", "xtf.run.generation", "GenerateOptions"),
     "eval": _Known("Loss, perplexity and log-probabilities of a file.", "xtf.run.evaluate", "EvalOptions"),
     "export": _Known("Write a checkpoint in Hugging Face layout.", "xtf.run.export", "ExportOptions"),
+    "upcycle": _Known("Make a mixture of experts of a dense checkpoint.", "xtf.run.upcycle", "UpcycleOptions"),
     "plot": _Known("Draw the curves of one run, or of several over each other.", "xtf.run.compare", "PlotOptions"),
 }
 

@@ -240,17 +240,17 @@ class Axis(ABC):
         """What each rank has for this one.
 
         Args:
-            counts: (size,) int64, what this rank has for each.
+            counts: (size, ...) int64, the row of each rank is what this one has for it.
 
         Returns:
-            (size,) int64, on the device of ``counts``.
+            (size, ...) int64 on the device of ``counts``, the row of each rank is what it has for this one.
         """
         counts = _plain(counts, "exchange_counts")
-        if tuple(counts.shape) != (self.size,) or counts.dtype != torch.int64:
+        if counts.shape[:1] != (self.size,) or counts.dtype != torch.int64:
             raise ValueError(
-                f"exchange_counts takes ({self.size},) int64 on the axis {self.name!r}, got {tuple(counts.shape)} {counts.dtype}"
+                f"exchange_counts takes ({self.size}, ...) int64 on the axis {self.name!r}, got {tuple(counts.shape)} {counts.dtype}"
             )
-        return self._issue(Call("exchange_counts", counts, label), 8 * (self.size - 1)).wait()
+        return self._issue(Call("exchange_counts", counts, label), counts.nbytes // self.size * (self.size - 1)).wait()
 
     def barrier(self, *, label: str = "") -> None:
         """Return when every rank of the axis has called it."""

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
-from xtf.data.cache import FORMAT, EmptyError, Entry, Skipped, digest, read_entry, write_entry
+from xtf.data.cache import FORMAT, Entry, Skipped, digest, read_entry, write_entry
 from xtf.data.chat import ChatEncoder, TextEncoder
 from xtf.data.codec import Codec, Encoded, Segment
 from xtf.data.conversation import parse_row
@@ -21,8 +22,9 @@ from xtf.data.template import read_template
 Progress = Callable[[int, int], None]
 """Called with the bytes done and the bytes there are."""
 
-_CHUNK = 1 << 19  # characters that are encoded at once
-_AHEAD = 2  # chunks that wait
+_CHUNK = 1 << 16  # characters that are encoded at once; while the first of them are read, nothing else can be done
+_THREADS = 4  # more than cores: while some of them hand tokens over, the texts of others are there to be encoded
+_AHEAD = 16  # chunks that wait: the first of them may take as long as many others
 _TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
     "chat_template.jinja", "chat_template.json", "config.json",
@@ -107,78 +109,108 @@ def tokenize_files(
     common = digest([names.encode(), *given, b"" if template is None else read_template(template).encode()]).encode()
 
     encoders = _Encoders(folder, template, special_tokens_in_text)
+    places = [Path(cache_dir) / digest([common, kind.encode(), path]) for path, kind in zip(files, kinds, strict=True)]
     sizes = [path.stat().st_size for path in files]
+    entries = [_entry(path, place, skip_bad_lines) for path, place in zip(files, places, strict=True)]
+    missing: dict[Path, _Source] = {}
+    for k, place in enumerate(places):
+        if entries[k] is None:
+            missing.setdefault(place, _Source(files[k], sum(sizes[:k]), []))
+    _build(missing, encoders, skip_bad_lines, lambda done: None if progress is None else progress(done, sum(sizes)))
+    if progress is not None:
+        progress(sum(sizes), sum(sizes))
+
     parts: list[Part] = []
-    entries: list[Entry] = []
-    for k, (path, kind) in enumerate(zip(files, kinds, strict=True)):
-        report = _reporter(progress, sum(sizes[:k]), sum(sizes))
-        place = Path(cache_dir) / digest([common, kind.encode(), path])
-        entry = read_entry(place, str(path))
-        cached = entry is not None
+    found: list[Entry] = []
+    for path, place, cached in zip(files, places, entries, strict=True):
+        entry = _entry(path, place, skip_bad_lines) if cached is None else cached
         if entry is None:
-            entry = _build(path, place, encoders, skip_bad_lines, report)
-        if entry.skipped and not skip_bad_lines:
-            bad = entry.skipped[0]
-            raise RowError(path, bad.line, bad.reason, bad.unit)
-        report(sizes[k])
-        parts.append(Part(str(path), sum(part.documents for part in parts), len(entry.documents), entry.documents.tokens, cached))
-        entries.append(entry)
+            raise OSError(f"{place} was written and cannot be read back: is something removing files there?")
+        built = missing.pop(place, None)
+        parts.append(Part(str(path), sum(part.documents for part in parts), len(entry.documents), entry.documents.tokens, built is None))
+        found.append(entry)
     return Tokenized(
-        Documents.join([entry.documents for entry in entries]),
+        Documents.join([entry.documents for entry in found]),
         tuple(parts),
-        tuple(item for entry in entries for item in entry.skipped),
-        max(entry.max_id for entry in entries),
+        tuple(item for entry in found for item in entry.skipped),
+        max(entry.max_id for entry in found),
     )
 
 
-def _reporter(progress: Progress | None, before: int, total: int) -> Callable[[int], None]:
-    return lambda done: None if progress is None else progress(before + done, total)
+def _entry(path: Path, place: Path, skip: bool) -> Entry | None:
+    entry = read_entry(place, str(path))
+    if entry is not None and entry.skipped and not skip:
+        bad = entry.skipped[0]
+        raise RowError(path, bad.line, bad.reason, bad.unit)
+    return entry
 
 
-def _build(path: Path, place: Path, encoders: _Encoders, skip: bool, report: Callable[[int], None]) -> Entry:
-    skipped: list[Skipped] = []
+class _Source(NamedTuple):
+    """A file to be tokenised: bytes of the files before it, and its rows that were left out so far."""
+
+    path: Path
+    before: int
+    skipped: list[Skipped]
+
+
+class _Chunk(NamedTuple):
+    """Documents of one file that are encoded at once: bytes of all files read so far, and whether the file ends here."""
+
+    encode: Callable[[], Encoded]
+    done: int
+    last: bool
+
+
+def _build(missing: Mapping[Path, _Source], encoders: _Encoders, skip: bool, report: Callable[[int], None]) -> None:
+    """Write the entries of files, one after another. All share one queue: while the end of one file is encoded, the next is read."""
+    with ThreadPoolExecutor(_THREADS) as pool:
+        results = _encoded(pool, _chunks(missing.values(), encoders, skip))
+        for place, source in missing.items():
+            write_entry(place, _of_one_file(results, report), source.skipped)
+
+
+def _of_one_file(results: Iterator[tuple[_Chunk, Encoded]], report: Callable[[int], None]) -> Iterator[Encoded]:
+    for chunk, encoded in results:
+        report(chunk.done)
+        yield encoded
+        if chunk.last:
+            return
+
+
+def _encoded(pool: Executor, chunks: Iterator[_Chunk]) -> Iterator[tuple[_Chunk, Encoded]]:
+    """Chunks and their tokens, in order. One thread reads and renders while others encode what came before, outside of Python's lock."""
+    waiting: deque[tuple[_Chunk, Future[Encoded]]] = deque()
+    for chunk in chunks:
+        waiting.append((chunk, pool.submit(chunk.encode)))
+        while len(waiting) > _AHEAD or (waiting and waiting[0][1].done()):
+            first, future = waiting.popleft()
+            yield first, future.result()
+    for chunk, future in waiting:
+        yield chunk, future.result()
+
+
+def _chunks(sources: Iterable[_Source], encoders: _Encoders, skip: bool) -> Iterator[_Chunk]:
+    """The chunks of all files. An error is raised where the chunk would be encoded: what was read before it is written first."""
+    try:
+        for source in sources:
+            yield from _chunks_of_file(source, encoders, skip)
+    except Exception as error:
+        yield _Chunk(partial(_raise, error), 0, True)
+
+
+def _raise(error: Exception) -> Encoded:
+    raise error
+
+
+def _chunks_of_file(source: _Source, encoders: _Encoders, skip: bool) -> Iterator[_Chunk]:
+    """Documents of the same kind, about `_CHUNK` characters at once."""
+    path = source.path
 
     def leave_out(error: RowError) -> None:
         if not skip:
             raise error
-        skipped.append(Skipped(str(path), error.line or 0, error.reason, error.unit))
+        source.skipped.append(Skipped(str(path), error.line or 0, error.reason, error.unit))
 
-    try:
-        write_entry(place, _encoded(path, encoders, leave_out, report), skipped)
-    except EmptyError as error:
-        first = f"; {skipped[0].unit} {skipped[0].line}: {skipped[0].reason}" if skipped else ""
-        raise RowError(path, None, f"holds no row that can be used, {len(skipped)} were left out{first}") from error
-    entry = read_entry(place, str(path))
-    if entry is None:
-        raise OSError(f"{place} was written and cannot be read back: is something removing files there?")
-    return entry
-
-
-def _encoded(path: Path, encoders: _Encoders, leave_out: Callable[[RowError], None], report: Callable[[int], None]) -> Iterator[Encoded]:
-    """The documents of a file. One thread reads and renders while another encodes what came before, outside of Python's lock."""
-    waiting: deque[tuple[Future[Encoded], int]] = deque()
-    with ThreadPoolExecutor(2) as pool:
-        try:
-            for codec, documents, done in _chunks(path, encoders, leave_out):
-                waiting.append((pool.submit(codec.encode, documents), done))
-                while len(waiting) > _AHEAD or (waiting and waiting[0][0].done()):
-                    yield _next(waiting, report)
-            while waiting:
-                yield _next(waiting, report)
-        finally:
-            for future, _ in waiting:
-                future.cancel()
-
-
-def _next(waiting: deque[tuple[Future[Encoded], int]], report: Callable[[int], None]) -> Encoded:
-    future, done = waiting.popleft()
-    encoded = future.result()
-    report(done)
-    return encoded
-
-
-def _chunks(path: Path, encoders: _Encoders, leave_out: Callable[[RowError], None]) -> Iterator[tuple[Codec, list[list[Segment]], int]]:
-    """Documents of the same kind, as segments, about `_CHUNK` characters at once."""
     codec: Codec | None = None
     documents: list[list[Segment]] = []
     size, done = 0, 0
@@ -194,14 +226,16 @@ def _chunks(path: Path, encoders: _Encoders, leave_out: Callable[[RowError], Non
         except ValueError as error:
             leave_out(RowError(path, row.line, str(error), row.unit))
             continue
-        if documents and codec is not None and (encoder.codec is not codec or size >= _CHUNK):
-            yield codec, documents, done
+        if codec is not None and (encoder.codec is not codec or size >= _CHUNK):
+            yield _Chunk(partial(codec.encode, documents), source.before + done, False)
             documents, size = [], 0
         codec, done = encoder.codec, row.done
         documents.append(segments)
         size += sum(len(segment.text) for segment in segments)
-    if documents and codec is not None:
-        yield codec, documents, done
+    if codec is None:
+        first = f"; {source.skipped[0].unit} {source.skipped[0].line}: {source.skipped[0].reason}" if source.skipped else ""
+        raise RowError(path, None, f"holds no row that can be used, {len(source.skipped)} were left out{first}")
+    yield _Chunk(partial(codec.encode, documents), source.before + done, True)
 
 
 class _Encoders:

@@ -23,6 +23,8 @@ class Attention(Protocol):
         cu_seqlens: (documents + 1,) int32, where each document begins, and T.
         scale: factor on the scores.
         window: how many tokens back, itself included, a token sees; ``None`` for all of its document.
+        sinks: (query heads,), a score of each head that joins the softmax of every token and brings no value, as gpt-oss has;
+            ``None`` for none.
 
     Returns:
         (T, query heads, value head size).
@@ -37,6 +39,7 @@ class Attention(Protocol):
         *,
         scale: float,
         window: int | None = None,
+        sinks: Float[Tensor, " heads"] | None = None,
     ) -> Float[Tensor, "T heads Dv"]: ...
 
 

@@ -2,7 +2,8 @@
 
 Each op is a custom op with only a fake kernel, forward and backward, inside an ``autograd.Function`` with ``setup_context``:
 that form runs eager, under ``torch.func`` and under ``torch.compile(fullgraph=True)``, and what ``cu_seqlens`` or ``offsets``
-hold never causes a recompilation, since only the kernels read them.
+hold never causes a recompilation, since only the kernels read them. The function is applied to views: Dynamo forgets that the
+arguments of a function under ``torch.func.vjp`` are differentiated and would leave our backward out (pytorch issue 193279).
 
 Attention uses torch's flash kernel for CPUs (Dao 2023, "FlashAttention-2") for each run of neighbouring documents of equal
 length. That kernel knows neither windows nor value heads of another size than the keys'; those take query blocks of `_BLOCK`
@@ -30,6 +31,7 @@ from torch.utils.flop_counter import register_flop_formula
 from xtf.ops import Ops
 from xtf.ops.cpu_grouped_mm import grouped_mm
 from xtf.ops.reference import check_attention
+from xtf.ops.sinks import gradient, join
 
 _BLOCK = 128  # queries at a time where the flash kernel does not serve
 
@@ -45,13 +47,17 @@ def attention(
     *,
     scale: float,
     window: int | None = None,
+    sinks: Float[Tensor, " heads"] | None = None,
 ) -> Float[Tensor, "T heads Dv"]:
     """Causal attention inside each document, see `xtf.ops.Attention`. Softmax is in float32, or float64 for float64 inputs.
 
     Raises:
         ValueError: for shapes that do not fit each other.
     """
-    check_attention(q, k, v, window)
+    check_attention(q, k, v, window, sinks)
+    q, k, v = (t.view_as(t) for t in (q, k, v))
+    if sinks is not None:
+        return _SinkAttention.apply(q, k, v, sinks.view_as(sinks), cu_seqlens, scale, window)[0]
     return _Attention.apply(q, k, v, cu_seqlens, scale, window)[0]
 
 
@@ -74,6 +80,30 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor | None, ...]:
         return *_AttentionBackward.apply(grad_outputs[0], *ctx.saved_tensors, ctx.scale, ctx.window), None, None, None
+
+
+class _SinkAttention(torch.autograd.Function):
+    """The same kernels with sinks, see `xtf.ops.sinks`."""
+
+    @staticmethod
+    def forward(
+        q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, cu_seqlens: Tensor, scale: float, window: int | None
+    ) -> tuple[Tensor, Tensor]:
+        out, logsumexp = torch.ops.xtf.attention_cpu(q, k, v, cu_seqlens, scale, window)
+        return join(out, logsumexp, sinks)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        q, k, v, sinks, cu_seqlens, ctx.scale, ctx.window = inputs
+        out, logsumexp = output
+        ctx.mark_non_differentiable(logsumexp)
+        ctx.save_for_backward(q, k, v, sinks, out, logsumexp, cu_seqlens)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor | None, ...]:
+        q, k, v, sinks, out, logsumexp, cu_seqlens = ctx.saved_tensors
+        grads = _AttentionBackward.apply(grad_outputs[0], q, k, v, out, logsumexp, cu_seqlens, ctx.scale, ctx.window)
+        return *grads, gradient(grad_outputs[0], out, logsumexp, sinks), None, None, None
 
 
 class _AttentionBackward(torch.autograd.Function):

@@ -26,7 +26,7 @@ def grouped_mm(x: Float[Tensor, "rows K"], w: Float[Tensor, "groups N K"], offse
         ValueError: for shapes that do not fit each other.
     """
     check_grouped_mm(x, w, offsets)
-    return _GroupedMM.apply(x, w, offsets)
+    return _GroupedMM.apply(x.view_as(x), w.view_as(w), offsets)  # views: see xtf.ops.cpu
 
 
 class _GroupedMM(torch.autograd.Function):

@@ -16,6 +16,7 @@ from jaxtyping import Float, Int32
 from torch import Tensor
 
 from xtf.ops import Ops, reference
+from xtf.ops.sinks import gradient, join
 
 try:
     import torch.nn.attention.varlen as varlen  # registers torch.ops.torch_attn
@@ -33,11 +34,15 @@ def attention(
     *,
     scale: float,
     window: int | None = None,
+    sinks: Float[Tensor, " heads"] | None = None,
 ) -> Float[Tensor, "T heads Dv"]:
     """Causal attention inside each document, see `xtf.ops.Attention`. Never run on hardware."""
-    reference.check_attention(q, k, v, window)
+    reference.check_attention(q, k, v, window, sinks)
     if q.dtype not in (torch.bfloat16, torch.float16) or q.shape[2] != v.shape[2]:
-        return reference.attention(q, k, v, cu_seqlens, scale=scale, window=window)
+        return reference.attention(q, k, v, cu_seqlens, scale=scale, window=window, sinks=sinks)
+    q, k, v = (t.view_as(t) for t in (q, k, v))  # views: see xtf.ops.cpu
+    if sinks is not None:
+        return _SinkAttention.apply(q, k, v, sinks.view_as(sinks), cu_seqlens, scale, window)[0]
     return _Attention.apply(q, k, v, cu_seqlens, scale, window)[0]
 
 
@@ -46,7 +51,7 @@ def grouped_mm(x: Float[Tensor, "rows K"], w: Float[Tensor, "groups N K"], offse
     reference.check_grouped_mm(x, w, offsets)
     if x.dtype is not torch.bfloat16:
         return reference.grouped_mm(x, w, offsets)
-    return _GroupedMM.apply(x, w, offsets)
+    return _GroupedMM.apply(x.view_as(x), w.view_as(w), offsets)  # views: see xtf.ops.cpu
 
 
 CUDA = Ops("cuda", attention, grouped_mm)
@@ -70,6 +75,33 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor | None, ...]:
         return *_AttentionBackward.apply(grad_outputs[0].contiguous(), *ctx.saved_tensors, ctx.scale, ctx.window), None, None, None
+
+
+class _SinkAttention(torch.autograd.Function):
+    """The same kernels with sinks, see `xtf.ops.sinks`. Their logsumexp is (heads, T), float32."""
+
+    @staticmethod
+    def forward(
+        q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, cu: Tensor, scale: float, window: int | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        total = q.shape[0]
+        plain, lse, random_state = torch.ops.torch_attn._varlen_attn(q, k, v, cu, cu, total, total, True, scale, _window(window))
+        out, joined = join(plain, lse.T, sinks)
+        return out, joined.T.contiguous(), random_state
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+        q, k, v, sinks, cu, ctx.scale, ctx.window = inputs
+        out, logsumexp, random_state = output
+        ctx.mark_non_differentiable(logsumexp, random_state)
+        ctx.save_for_backward(q, k, v, sinks, out, logsumexp, cu, random_state)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor | None, ...]:
+        q, k, v, sinks, out, logsumexp, cu, random_state = ctx.saved_tensors
+        dout = grad_outputs[0].contiguous()
+        grads = _AttentionBackward.apply(dout, q, k, v, out, logsumexp, cu, random_state, ctx.scale, ctx.window)
+        return *grads, gradient(dout, out, logsumexp.T, sinks), None, None, None
 
 
 class _AttentionBackward(torch.autograd.Function):

@@ -21,7 +21,7 @@ from xtf.batch import pack
 from xtf.model import Model, scoring
 from xtf.ops import Ops
 from xtf.ops.lowering import best
-from xtf.ops.reference import check_attention
+from xtf.ops.reference import attend_with_sinks, check_attention
 from xtf.stage import Stage
 from xtf.tree import Tree
 
@@ -128,17 +128,18 @@ class _Cache:
         *,
         scale: float,
         window: int | None = None,
+        sinks: Float[Tensor, " heads"] | None = None,
     ) -> Float[Tensor, "n heads Dv"]:
         """`xtf.ops.Attention` of new tokens to themselves and to all that came before; they are one document."""
-        check_attention(q, k, v, window)
+        check_attention(q, k, v, window, sinks)
         start, layer = self._start, self.calls
         self.calls += 1
         if layer == len(self._layers):
             self._layers.append((k[:0], v[:0]))
         keys, values = (_put(old, new, start) for old, new in zip(self._layers[layer], (k, v), strict=True))
         self._layers[layer] = keys, values
-        out = [_attend(part, keys, values, start + i * _QUERIES, scale, window) for i, part in enumerate(torch.split(q, _QUERIES))]
-        return torch.cat(out)
+        parts = enumerate(torch.split(q, _QUERIES))
+        return torch.cat([_attend(part, keys, values, start + i * _QUERIES, scale, window, sinks) for i, part in parts])
 
 
 def _put(
@@ -161,10 +162,14 @@ def _attend(
     start: int,
     scale: float,
     window: int | None,
+    sinks: Float[Tensor, " heads"] | None,
 ) -> Float[Tensor, "n heads Dv"]:
     """Queries at positions ``start`` to ``start + n``, keys at positions from 0."""
     n, end = q.shape[0], start + q.shape[0]
     begin = 0 if window is None else max(0, start - window + 1)
+    if sinks is not None:
+        seen = _mask(start, end, begin, window, q.device)
+        return attend_with_sinks(q, keys[begin:end], values[begin:end], seen, sinks, scale)
     mask = None if n == 1 else _mask(start, end, begin, window, q.device)
     q, k, v = (t.transpose(0, 1).unsqueeze(0) for t in (q, keys[begin:end], values[begin:end]))
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1])

@@ -87,16 +87,17 @@ def parse_bytes(text: str) -> int:
 
 
 def leaf_by_leaf(model: Model, folder: Path, group_bytes: int = GROUP_BYTES) -> Callable[[Leaf], Tensor]:
-    """``get_leaf(path)`` for `xtf.checkpoint.save_leaves`: each leaf once, in order, read in groups and let go when given."""
+    """``get_leaf(path)`` for `xtf.checkpoint.save_leaves`: each leaf once, read in groups in the order of ``model.specs``, and let go
+    when given. A leaf that is asked for before others is found, and what was read before it is held until it is asked for."""
     specs: Mapping[Leaf, ParamSpec] = tree.items(model.specs)
     groups = _groups(specs, group_bytes)
     held: dict[Leaf, Tensor] = {}
 
     def get_leaf(leaf: Leaf) -> Tensor:
-        if leaf not in held:
+        while leaf not in held:
             wanted = next(groups)
 
-            def ranges(path: Leaf) -> list[tuple[int, int]]:
+            def ranges(path: Leaf, wanted: set[Leaf] = wanted) -> list[tuple[int, int]]:
                 return [(0, n if path in wanted else 0) for n in specs[path].shape]
 
             read = load_leaves(model, folder, ranges)

@@ -170,9 +170,11 @@ def _attention_calls(model: Model) -> tuple[AttentionCall, ...]:
     """Each attention that the model's stages compute, as they ask for it: whatever the family, no field of a config is guessed."""
     calls: list[AttentionCall] = []
 
-    def attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, *, scale: float, window: int | None = None) -> Tensor:
+    def attention(
+        q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, *, scale: float, window: int | None = None, sinks: Tensor | None = None
+    ) -> Tensor:
         calls.append(AttentionCall(q.shape[1] * (q.shape[2] + v.shape[2]), window))
-        return CPU.attention(q, k, v, cu_seqlens, scale=scale, window=window)
+        return CPU.attention(q, k, v, cu_seqlens, scale=scale, window=window, sinks=sinks)
 
     stages = model.build(dataclasses.replace(CPU, name="counting", attention=attention))
     run(stages[:-1], meta_params(model), meta_constants(model, 1))
