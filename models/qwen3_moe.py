@@ -13,7 +13,7 @@ from xtf.models import hf
 from xtf.models.common import SHARED, DecoderConfig, Leaves, Part, attention, check_count, check_dtype, mlp, shared_from_hf, shared_to_hf
 from xtf.models.decoder import decoder
 from xtf.models.moe import check_experts, check_options, mixture
-from xtf.models.routers import Router, router_loss
+from xtf.models.routers import Router, document_constants, router_loss
 
 _OWN = (
     "attention_bias",
@@ -133,6 +133,7 @@ def qwen3_moe(
     z_loss: float = 0.0,
     router_z_loss: float = 0.0,
     aux: Literal["microbatch", "step", "pooled"] = "microbatch",
+    sequence_loss: float = 0.0,
 ) -> Model:
     """A Qwen3-MoE.
 
@@ -143,12 +144,15 @@ def qwen3_moe(
         router_z_loss: coefficient of the z-loss on the routers' scores, summed over layers.
         aux: the load-balancing loss: over the tokens of a ``"microbatch"``, of a whole ``"step"``, or ``"pooled"``, transformers'
             formula over a micro-batch, with all layers taken together before the product. See `xtf.models.routers.router_loss`.
+        sequence_loss: coefficient of the balance inside each document (DeepSeek-V3 2024), summed over layers.
 
     Raises:
         ValueError: for a dtype that is not floating, a negative coefficient, or another ``aux``.
     """
     check_dtype(dtype, "qwen3_moe")
     check_options("qwen3_moe", aux, router_z_loss)
+    if not sequence_loss >= 0:
+        raise ValueError(f"qwen3_moe got sequence_loss={sequence_loss!r}; expected a number of at least 0")
     leaves = Leaves(dtype, config.initializer_range)
     bias, sparse, top_k = config.attention_bias, config.sparse_layers, config.num_experts_per_tok
     router = Router(config.num_experts, top_k, normalize=config.norm_topk_prob)
@@ -156,15 +160,23 @@ def qwen3_moe(
     def second(i: int) -> Part:
         if i not in sparse:
             return mlp(config, i, leaves)
-        return mixture(config, i, leaves, router=router, inner=config.moe_intermediate_size)
+        return mixture(config, i, leaves, router=router, inner=config.moe_intermediate_size, documents=sequence_loss > 0)
 
     window = config.sliding_window
     layers = [
         (attention(config, i, leaves, window=window, qkv_bias=bias, output_bias=bias, head_norms=True), second(i))
         for i in range(config.num_hidden_layers)
     ]
-    coefficient, pooled = config.router_aux_loss_coef, aux == "pooled"
-    loss = router_loss(sparse, top_k=top_k, coefficient=coefficient, z_coefficient=router_z_loss, pooled=pooled) if sparse else None
+    loss = None
+    if sparse:
+        loss = router_loss(
+            sparse,
+            top_k=top_k,
+            coefficient=config.router_aux_loss_coef,
+            z_coefficient=router_z_loss,
+            pooled=aux == "pooled",
+            sequence_coefficient=sequence_loss,
+        )
     return decoder(
         "qwen3_moe",
         config,
@@ -175,4 +187,5 @@ def qwen3_moe(
         aux=loss,
         aux_scope="step" if aux == "step" else "microbatch",
         active_fraction=top_k / config.num_experts,
+        constants=document_constants if sequence_loss else None,
     )

@@ -282,6 +282,20 @@ def test_dispatch_and_combine_undo_each_other() -> None:
 
 
 @pytest.mark.parametrize("name", ["deepseek_v3", "glm4_moe"])
+def test_corrections_are_updated_from_what_the_model_counts(name: str) -> None:
+    model = small(name, bias_update_speed=0.25)
+    assert small(name, bias_update_speed=0.0).update is None and model.update is not None
+    params = model.init(0)
+    stats, _ = stats_of(model, params, batch_of([9, 4]))
+    fixed = {path: leaf for path, leaf in tree.items(params).items() if not tree.items(model.specs)[path].trainable}
+    new = model.update(fixed, {name: value for name, value in stats.items() if not value.is_floating_point()})
+    assert set(new) == set(fixed) == {f"layers.{i}.moe.correction" for i in model.config.sparse_layers}
+    for i in model.config.sparse_layers:
+        counts = stats[f"layers.{i}.router.counts"].double()
+        assert torch.equal(new[f"layers.{i}.moe.correction"], 0.25 * (counts.mean() - counts).sign().float()), i
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "glm4_moe"])
 def test_shared_experts_are_added(name: str) -> None:
     """Without them the model is what it is with shared experts that give nothing."""
     model, without = small(name), models.from_hf(CONFIGS[name] | {"n_shared_experts": 0}, dtype=torch.float64)
@@ -295,12 +309,12 @@ def test_shared_experts_are_added(name: str) -> None:
     assert "shared" not in [stage.kind for stage in without.build(REFERENCE)]
 
 
-@pytest.mark.parametrize("name", ["deepseek_v3", "glm4_moe"])
+@pytest.mark.parametrize("name", ["deepseek_v3", "glm4_moe", "qwen3_moe"])
 def test_balance_of_documents_is_a_stage_of_its_own(name: str) -> None:
     """The loss of documents packed together is that of each, weighted by its tokens; padding does not count."""
-    model = small(name, sequence_loss=0.3, bias_update_speed=0.0)
-    plain = small(name)
-    assert model.aux is not None and model.update is None and plain.update is not None
+    config = CONFIGS[name] | ({"router_aux_loss_coef": 0.0} if name == "qwen3_moe" else {})
+    model, plain = (models.from_hf(config, dtype=torch.float64, sequence_loss=c) for c in (0.3, 0.0))
+    assert model.aux is not None
     assert [stage.kind for stage in model.build(REFERENCE)].count("statistics") == len(model.config.sparse_layers)
     params, lengths = model.init(0), [5, 1, 8]
     batch = batch_of(lengths)
@@ -656,7 +670,12 @@ def test_token_ids_are_kept(name: str, eos: Any) -> None:
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [({"aux": "rows"}, "aux='rows'"), ({"router_z_loss": -1.0}, "router_z_loss=-1.0"), ({"z_loss": -1.0}, "z_loss=-1.0")],
+    [
+        ({"aux": "rows"}, "aux='rows'"),
+        ({"router_z_loss": -1.0}, "router_z_loss=-1.0"),
+        ({"sequence_loss": -1.0}, "sequence_loss=-1.0"),
+        ({"z_loss": -1.0}, "z_loss=-1.0"),
+    ],
 )
 def test_bad_options_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):

@@ -395,8 +395,23 @@ def test_cuda_attention_calls_fit_the_kernels() -> None:
             assert tuple(g.shape for g in back(torch.empty_like(out))) == (*shapes, (4,))
 
 
+@pytest.mark.parametrize("heads", [4, 2])
+def test_cuda_attention_of_smaller_values_fits_the_kernels(heads: int) -> None:
+    """Latent attention has values of another size than its queries: no fallback, which would read lengths on the host."""
+    from xtf.ops.cuda import CUDA
+
+    with FakeTensorMode():
+        shapes = ((12, 4, 24), (12, heads, 24), (12, heads, 16))
+        q, k, v = (torch.empty(shape, dtype=torch.bfloat16) for shape in shapes)
+        bounds = torch.empty(3, dtype=torch.int32)
+        out, back = vjp(lambda q, k, v: CUDA.attention(q, k, v, bounds, scale=0.25), q, k, v)
+        assert out.shape == (12, 4, 16)
+        assert tuple(g.shape for g in back(torch.empty_like(out))) == shapes
+
+
 @pytest.mark.parametrize("window", [None, 3])
-def test_cuda_sinks_are_the_reference(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("value", [8, 5])
+def test_cuda_sinks_are_the_reference(window: int | None, value: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the CPU's kernels in the places of FlashAttention's, whose logsumexp is (heads, T)."""
     from xtf.ops.cuda import CUDA
 
@@ -416,7 +431,7 @@ def test_cuda_sinks_are_the_reference(window: int | None, monkeypatch: pytest.Mo
     monkeypatch.setattr(torch.ops.torch_attn, "_varlen_attn", forward)
     monkeypatch.setattr(torch.ops.torch_attn, "_varlen_attn_backward", backward)
     bounds = cu([7, 7, 6])
-    args = (*qkv(20, 4, 2, 8, 8, torch.bfloat16), sinks_of(4).bfloat16())
+    args = (*qkv(20, 4, 2, 8, value, torch.bfloat16), sinks_of(4).bfloat16())
     got, back = vjp(lambda q, k, v, s: CUDA.attention(q, k, v, bounds, scale=0.3, window=window, sinks=s), *args)
     doubles = tuple(a.double() for a in args)
     want, want_back = vjp(lambda q, k, v, s: REFERENCE.attention(q, k, v, bounds, scale=0.3, window=window, sinks=s), *doubles)

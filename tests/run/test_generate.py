@@ -29,6 +29,25 @@ from xtf.run.source import find, load_tokenizer
 SIZES = {"vocab_size": 31, "hidden_size": 12, "intermediate_size": 14, "num_hidden_layers": 2, "num_attention_heads": 4}
 DENSE = SIZES | {"num_key_value_heads": 2, "head_dim": 6, "max_position_embeddings": 64, "initializer_range": 0.3}
 MOE = DENSE | {"model_type": "qwen3_moe", "num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 7}
+LATENT = SIZES | {
+    "model_type": "deepseek_v3",
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.3,
+    "first_k_dense_replace": 1,
+    "q_lora_rank": None,
+    "kv_lora_rank": 8,
+    "qk_nope_head_dim": 5,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 6,
+    "moe_intermediate_size": 7,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+    "n_group": 4,
+    "topk_group": 2,
+    "routed_scaling_factor": 1.5,
+}
 LONG = {"short_factor": [1.0, 1.1, 1.2], "long_factor": [2.0, 3.0, 4.0], "original_max_position_embeddings": 8}
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama": DENSE | {"model_type": "llama", "tie_word_embeddings": True, "mlp_bias": True},
@@ -36,6 +55,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "qwen3": DENSE | {"model_type": "qwen3", "attention_bias": True},
     "qwen3_moe": MOE | {"num_hidden_layers": 3, "mlp_only_layers": [1], "norm_topk_prob": True},
     "qwen3_moe with windows": MOE | {"use_sliding_window": True, "sliding_window": 4},
+    "deepseek_v3": LATENT,
     "gpt_oss": DENSE | {"model_type": "gpt_oss", "num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 4},
     "yarn": DENSE | {"model_type": "llama", "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}},
     "dynamic": DENSE | {"model_type": "llama", "max_position_embeddings": 8, "rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},

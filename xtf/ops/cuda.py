@@ -38,12 +38,15 @@ def attention(
 ) -> Float[Tensor, "T heads Dv"]:
     """Causal attention inside each document, see `xtf.ops.Attention`. Never run on hardware."""
     reference.check_attention(q, k, v, window, sinks)
-    if q.dtype not in (torch.bfloat16, torch.float16) or q.shape[2] != v.shape[2]:
+    size = v.shape[2]
+    if q.dtype not in (torch.bfloat16, torch.float16) or size > q.shape[2]:
         return reference.attention(q, k, v, cu_seqlens, scale=scale, window=window, sinks=sinks)
+    if size < q.shape[2]:  # as in latent attention: the kernel has one size for all, and zeros add nothing
+        v = F.pad(v, (0, q.shape[2] - size))
     q, k, v = (t.view_as(t) for t in (q, k, v))  # views: see xtf.ops.cpu
     if sinks is not None:
-        return _SinkAttention.apply(q, k, v, sinks.view_as(sinks), cu_seqlens, scale, window)[0]
-    return _Attention.apply(q, k, v, cu_seqlens, scale, window)[0]
+        return _SinkAttention.apply(q, k, v, sinks.view_as(sinks), cu_seqlens, scale, window)[0][..., :size]
+    return _Attention.apply(q, k, v, cu_seqlens, scale, window)[0][..., :size]
 
 
 def grouped_mm(x: Float[Tensor, "rows K"], w: Float[Tensor, "groups N K"], offsets: Int32[Tensor, " groups"]) -> Float[Tensor, "rows N"]:
