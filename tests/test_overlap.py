@@ -109,7 +109,7 @@ def test_laws_of_a_model_with_everything(layout: dict[str, int]) -> None:
     testing.check(
         lambda mesh: compose(shard(*(mesh[a] for a in axes)), expert_parallel(mesh["expert"], overlap=2), chunk_loss(5)),
         model=model,
-        **layout,
+        **layout,  # pyright: ignore[reportArgumentType]  (sizes of the mesh)
     )
 
 
