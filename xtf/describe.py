@@ -28,7 +28,7 @@ def describe(step: TrainStep) -> str:
         ("tokens over", ", ".join(f"{a.name} ({a.size})" for a in step.token_axes) or "one rank"),
         ("parameters", f"{kept:,} on this rank" + "".join(f", {name} over {axis.name}" for name, axis in step.owned.items())),
         ("precision", precision or str(next(iter(step.specs.values())).dtype)),
-        ("program", f"{len(kinds)} stages: {fold(kinds)}"),
+        ("program", f"{len(kinds)} stages: {fold(kinds)}" + (f"; in {step.parts} parts that take turns" if step.parts > 1 else "")),
         (
             "transfers",
             fold([name for name in ("gather", "reduce", "store", "fetch") for n in step.program if getattr(n, name, None)]) or "none",

@@ -92,8 +92,7 @@ def deduplicated(axis: Axis, experts: int, label: str) -> Moves:
         hits = mine.any(-1)
         counts = torch.stack([hits.sum(1), mine.sum((1, 2))], 1)
         received, (send, receive, slots) = _exchange(axis, counts, label, lambda sent, got: (sent[:, 0], got[:, 0], got[:, 1]))
-        pair = (~hits).flatten().to(torch.uint8).argsort(stable=True)[: sum(send)]  # by rank, then by token
-        token, rank = pair % max(tokens, 1), pair // max(tokens, 1)
+        rank, token = torch.nonzero_static(hits, size=sum(send)).unbind(1)  # by rank, then by token
         here = owner.index_select(0, token) == rank.unsqueeze(1)  # (P, k)
         first = torch.tensor(starts, device=indices.device).index_select(0, rank)
         local = (indices.index_select(0, token) - first.unsqueeze(1)).masked_fill(~here, -1).to(torch.int32)

@@ -140,10 +140,11 @@ class TrainStep:
 
     @cached_property
     def specs(self) -> dict[Path, ParamSpec]:
-        """Each leaf's spec, in the dtype in which it is stored."""
+        """Each leaf's spec, in the dtype in which it is stored. What is not trained keeps its own."""
         found: dict[Path, ParamSpec] = tree.items(self.model.specs)
         dtype = self.precision.params
-        return {p: dataclasses.replace(s, dtype=dtype) if dtype and s.dtype.is_floating_point else s for p, s in found.items()}
+        casts = {path for path, spec in found.items() if dtype and spec.trainable and spec.dtype.is_floating_point}
+        return {path: dataclasses.replace(spec, dtype=dtype) if path in casts else spec for path, spec in found.items()}
 
     @cached_property
     def placements(self) -> dict[Path, Placement]:

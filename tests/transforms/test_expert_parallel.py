@@ -93,7 +93,7 @@ def test_laws_matrix(expert: int, overlap: int, dispatcher: str) -> None:
     )
     for row in rows:
         laws.case(model="tiny_moe", dispatcher=dispatcher, overlap=overlap, **row).check()
-    for row in laws.product(layout=layouts[:2], model=("qwen3_moe", "moe_step", "moe_pooled"), batch=laws.BATCHES[:-2]):
+    for row in laws.product(layout=layouts[:2], model=("qwen3_moe", "moe_step", "moe_pooled", "deepseek_v3"), batch=laws.BATCHES[:-2]):
         laws.case(dispatcher=dispatcher, overlap=overlap, **row).check()
 
 
