@@ -113,8 +113,12 @@ class Config(LatentConfig):
         both = own["qk_nope_head_dim"] + own["qk_rope_head_dim"]
         if found.get("qk_head_dim", both) != both:
             raise ValueError(f"qk_head_dim={found['qk_head_dim']!r} must be qk_nope_head_dim + qk_rope_head_dim = {both}: leave it out")
+        rope: Mapping[str, Any] = found.get("rope_scaling") or found.get("rope_parameters") or {}
+        shared = shared_from_hf(found, "deepseek_v3")
+        if rope.get("mscale_all_dim") and shared["rope"].kind not in ("default", "yarn"):
+            raise ValueError(f"deepseek_v3 does not support mscale_all_dim={rope['mscale_all_dim']!r} of rope_type {shared['rope'].kind!r}")
         model_type = config.get("model_type", "deepseek_v3")
-        return Config(**shared_from_hf(found, "deepseek_v3"), **own, q_lora_rank=found.get("q_lora_rank"), model_type=model_type)
+        return Config(**shared, **own, q_lora_rank=found.get("q_lora_rank"), model_type=model_type)
 
     def to_hf(self) -> dict[str, Any]:
         """The ``config.json`` of this model."""

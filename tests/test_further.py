@@ -19,7 +19,7 @@ from xtf.ops.reference import REFERENCE
 from xtf.run.decoding import NextToken
 from xtf.run.flops import flops_per_token
 from xtf.step import compose
-from xtf.transforms import accumulate, chunk_loss, shard
+from xtf.transforms import accumulate, chunk_loss, expert_parallel, shard
 
 LAYER = 2  # the number of the layer, the main model has two
 SMALL: dict[str, Any] = {
@@ -126,6 +126,13 @@ def test_laws(chunk: int | None, z_loss: float) -> None:
     model = small(z_loss=z_loss, sequence_loss=0.1, balance_loss=0.05)
     more = [chunk_loss(tokens=chunk)] if chunk else []
     testing.check(lambda mesh: compose(shard(mesh["data"]), *more, accumulate(2)), model=model, data=2)
+
+
+def test_laws_with_experts_spread_and_overlapped() -> None:
+    model = small(sequence_loss=0.1, balance_loss=0.05)
+    testing.check(
+        lambda mesh: compose(shard(mesh["expert"]), expert_parallel(mesh["expert"], overlap=2), chunk_loss(tokens=5)), model=model, expert=2
+    )
 
 
 def test_routers_of_it_are_balanced_too() -> None:

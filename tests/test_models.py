@@ -525,6 +525,11 @@ def test_initial_values() -> None:
         ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise=0.1"),
         ("mixtral", {"attention_bias": True}, "does not know the config field attention_bias=True"),
         ("qwen3_moe", {"moe_intermediate_size": None}, "needs the config field 'moe_intermediate_size'"),
+        (
+            "deepseek_v3",
+            {"rope_scaling": {"type": "linear", "factor": 2.0, "mscale_all_dim": 1.0}},
+            "mscale_all_dim=1.0 of rope_type 'linear'",
+        ),
         ("deepseek_v3", {"n_group": 3}, "n_group=3 must cut n_routed_experts=8"),
         ("deepseek_v3", {"topk_group": 5}, "topk_group=5 is more than n_group=4"),
         ("deepseek_v3", {"topk_group": 1}, "top_k=3 is more than the 2 experts of the groups"),

@@ -225,6 +225,8 @@ def configs(draw: st.DrawFn) -> dict[str, Any]:
     }
     kind = draw(st.sampled_from(["llama", "qwen3", "qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3", "glm4_moe"]))
     out["model_type"] = kind
+    if kind in ("qwen3", "qwen3_moe"):
+        out["head_dim"] = max(size, 6)  # heads have norms
     if kind != "mixtral":
         out["attention_bias"] = draw(st.booleans())
     if kind == "llama":
@@ -270,7 +272,7 @@ def configs(draw: st.DrawFn) -> dict[str, Any]:
             "v_head_dim": draw(st.integers(1, 7)),
         }
     if kind == "glm4_moe":
-        out |= {"head_dim": 2 * size, "use_qk_norm": draw(st.booleans())}
+        out |= {"head_dim": 2 * max(size, 4), "use_qk_norm": draw(st.booleans())}
     if kind in ("deepseek_v3", "glm4_moe"):
         groups, each = draw(st.integers(1, 3)), draw(st.integers(2, 4))
         kept = draw(st.integers(1, groups))
