@@ -201,6 +201,26 @@ def test_an_exchange_is_waited_for_after_the_other_part_has_computed() -> None:
         assert backward == ["layers.1.experts#0"]
 
 
+def test_parts_share_what_is_gathered_and_reduced() -> None:
+    """Parameters travel once in each direction, gradients once, however many parts there are."""
+    model, batch = laws.model("tiny_moe"), testing.random_batch(61)
+
+    def moved(mesh: Mesh, overlap: int) -> list[tuple[str, str, int]]:
+        step = compose(shard(mesh["data"], mesh["expert"]), expert_parallel(mesh["expert"], overlap=overlap))(
+            train_step(model, testing.default_optimizer())
+        )
+        record = Record()
+        step.value_and_grad(step.init(0).params, batch, record=record)
+        return sorted(
+            (event.what, event.stage.partition("#")[0], event.bytes)
+            for event in record.select("start")
+            if event.what in ("gather", "reduce")
+        )
+
+    (plain, *_), (parts, *_) = (simulate(lambda mesh, n=n: moved(mesh, n), data=2, expert=2) for n in (1, 3))
+    assert plain == parts and len(plain) > 12
+
+
 def test_a_layout_must_be_of_the_steps_parts() -> None:
     with pytest.raises(ValueError, match=r"layout \(3,\) is of 3 parts; the step runs in 2"):
         schedule(spread(2), (3,))
