@@ -73,7 +73,8 @@ def routed_experts(
         compute: what the experts compute.
         reads: names of the values, in the order that `RoutedExperts` says.
     """
-    return RoutedExperts(name, "experts", _local(experts, compute), key, params, reads, (reads[0],), experts=experts, compute=compute)
+    fn = _local(experts, compute)
+    return RoutedExperts(name, "experts", fn, key, params, reads, (reads[0],), rule=_added, experts=experts, compute=compute)
 
 
 def _local(experts: int, compute: ExpertFn) -> StageFn:
@@ -89,6 +90,23 @@ def _local(experts: int, compute: ExpertFn) -> StageFn:
         return (x + combine(compute(params, rows, dispatch.offsets), weights, dispatch),)
 
     return fn
+
+
+def _added(fn: StageFn, key: Hashable, lower: Lower) -> Pair:
+    """The rule of a stage that adds to what it reads first: like `xtf.stage.recompute`, but that is not kept. Its gradient is that of
+    the sum, and the router in front keeps it already."""
+    pair = recompute(fn, key, lower)
+
+    def forward(params: Params, reads: Values, consts: Mapping[str, Any]) -> tuple[Values, Values]:
+        writes, _ = pair.forward(params, reads, consts)
+        return writes, reads[1:]
+
+    def backward(params: Params, residual: Values, dwrites: tuple[Tensor | None, ...], consts: Mapping[str, Any]) -> Any:
+        (dx,) = dwrites
+        assert dx is not None
+        return pair.backward(params, (dx, *residual), dwrites, consts)  # what stands for x does not matter to any gradient
+
+    return Pair(forward, backward)
 
 
 def dispatch_order(indices: Int64[Tensor, "T k"], experts: int) -> Dispatch:

@@ -19,7 +19,7 @@ from xtf.optim import Optimizer
 from xtf.run.recipe import Data, Evaluation, Files, Recipe, Schedule
 from xtf.run.training_data import DemoText, FileData
 from xtf.step import TrainStep
-from xtf.transforms import accumulate, chunk_loss, expert_parallel, precision, shard
+from xtf.transforms import accumulate, chunk_loss, expert_parallel, precision, shard, swap_activations
 
 Transform = Callable[[TrainStep], TrainStep]
 
@@ -218,6 +218,12 @@ def _accumulate(mesh: Mesh, value: str) -> Transform:
     return accumulate(_count("accumulate", value))
 
 
+def _swap_activations(mesh: Mesh, value: str) -> Transform:
+    if value:
+        raise ValueError(f"swap_activations={value}: it takes no value; a policy is given in a recipe")
+    return swap_activations()
+
+
 def _expert_parallel(mesh: Mesh, value: str) -> Transform:
     name, _, parts = value.partition("/")
     name = name or "expert"
@@ -238,6 +244,7 @@ TRANSFORMS: dict[str, _Named] = {
     "shard": _Named(_shard, "axes joined by +, by default all but replica"),
     "chunk_loss": _Named(_chunk_loss, "tokens of a chunk, by default chosen"),
     "accumulate": _Named(_accumulate, "micro-batches"),
+    "swap_activations": _Named(_swap_activations, "nothing"),
     "expert_parallel": _Named(_expert_parallel, "an axis, by default expert, and after a slash the parts that overlap: expert/2"),
     "precision": _Named(_precision, "bfloat16, float16 or float32"),
 }

@@ -1,0 +1,153 @@
+"""Host memory for what leaves the device for a while: reused buffers, and copies on streams of their own.
+
+On CUDA buffers are pinned, each direction has a stream, and nothing waits on the host: copies are ordered by events. On the CPU a
+copy is a copy, so that everything above this file runs, and is tested, without a device.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_ROOM = 1.25  # a free buffer serves a tensor if it is at most this much larger
+
+
+@dataclass
+class Buffer:
+    """Bytes on the host, and when the last copy out of or into them is done."""
+
+    data: Tensor
+    done: Any = None
+
+
+@dataclass(frozen=True)
+class Away:
+    """A tensor that is on the host.
+
+    Args:
+        buffer: where.
+        shape, dtype, device: of the tensor.
+        bytes: its size.
+    """
+
+    buffer: Buffer
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+    bytes: int
+
+    def view(self) -> Tensor:
+        """The copy, on the host."""
+        return self.buffer.data[: self.bytes].view(self.dtype).view(self.shape)
+
+
+class HostMemory:
+    """A pool of host buffers.
+
+    Args:
+        limit: the most bytes it holds, in use or kept for reuse; ``None`` for no limit.
+
+    Raises:
+        ValueError: for a negative limit.
+
+    Attributes:
+        held: bytes of all buffers now.
+        out, back: how many tensors went to the host and came back, so far.
+
+    Example:
+        >>> host = HostMemory()
+        >>> away = host.send(torch.arange(3.0))
+        >>> host.fetch(away)[0].tolist(), host.held, (host.out, host.back)
+        ([0.0, 1.0, 2.0], 12, (1, 1))
+    """
+
+    def __init__(self, limit: int | None = None) -> None:
+        if limit is not None and limit < 0:
+            raise ValueError(f"HostMemory(limit={limit}): expected a number of bytes of at least 0, or None for no limit")
+        self.limit, self.held, self.out, self.back = limit, 0, 0, 0
+        self._free: list[Buffer] = []
+        self._lock = threading.Lock()
+        self._streams: dict[tuple[torch.device, str], Any] = {}
+        self._told = False
+
+    def allocate(self, bytes: int, device: torch.device) -> Tensor:
+        """A new buffer for tensors of a device: (bytes,) uint8."""
+        return torch.empty(bytes, dtype=torch.uint8, pin_memory=device.type != "cpu")
+
+    def send(self, tensor: Tensor) -> Away | None:
+        """Begin to copy a tensor to the host. The caller drops it when what it needs it for is done; its memory is not reused before
+        the copy has read it. ``None`` where the limit is reached; the first time, a warning says so."""
+        buffer = self._take(tensor.nbytes, tensor.device)
+        if buffer is None:
+            return None
+        away = Away(buffer, tensor.shape, tensor.dtype, tensor.device, tensor.nbytes)
+        if tensor.device.type == "cpu":
+            away.view().copy_(tensor)
+        else:
+            stream = self._stream(tensor.device, "out")
+            stream.wait_stream(torch.accelerator.current_stream(tensor.device))
+            with stream:
+                if buffer.done is not None:
+                    stream.wait_event(buffer.done)
+                away.view().copy_(tensor, non_blocking=True)
+                tensor.record_stream(stream)
+            buffer.done = stream.record_event()
+        self.out += 1
+        return away
+
+    def fetch(self, away: Away) -> tuple[Tensor, Any]:
+        """Begin to bring a tensor back; its buffer is free again. Returns the tensor and what `arrive` takes."""
+        buffer = away.buffer
+        if away.device.type == "cpu":
+            tensor, done = away.view().clone(), None
+        else:
+            stream = self._stream(away.device, "back")
+            with stream:
+                stream.wait_event(buffer.done)
+                tensor = torch.empty(away.shape, dtype=away.dtype, device=away.device)
+                tensor.copy_(away.view(), non_blocking=True)
+            done = buffer.done = stream.record_event()
+        with self._lock:
+            self._free.append(buffer)
+            self.back += 1
+        return tensor, done
+
+    def arrive(self, tensor: Tensor, done: Any) -> Tensor:
+        """The tensor, for use on the current stream."""
+        if done is not None:
+            stream = torch.accelerator.current_stream(tensor.device)
+            stream.wait_event(done)
+            tensor.record_stream(stream)
+        return tensor
+
+    def _take(self, bytes: int, device: torch.device) -> Buffer | None:
+        with self._lock:
+            fits = [b for b in self._free if bytes <= b.data.numel() <= max(bytes * _ROOM, 512)]
+            if fits:
+                best = min(fits, key=lambda b: b.data.numel())
+                self._free = [b for b in self._free if b is not best]
+                return best
+            while self._free and self.limit is not None and self.held + bytes > self.limit:
+                self.held -= self._free.pop(0).data.numel()
+            if self.limit is not None and self.held + bytes > self.limit:
+                if not self._told:
+                    warnings.warn(
+                        f"host memory: {bytes:,} bytes more than the {self.held:,} held would pass the limit of {self.limit:,}; what does "
+                        "not fit stays on the device",
+                        stacklevel=2,
+                    )
+                self._told = True
+                return None
+            self.held += bytes
+        return Buffer(self.allocate(bytes, device))
+
+    def _stream(self, device: torch.device, direction: str) -> Any:
+        key = (device, direction)
+        if key not in self._streams:
+            self._streams[key] = torch.Stream(device)
+        return self._streams[key]
