@@ -1,12 +1,13 @@
 """What the tests of laws share: cases (a layout, a model, a batch, transforms in some order) and covers of them.
 
 A cover holds every pair of values of two factors in some case, so that few cases try every pairwise interaction; ``-m full`` runs
-products.
+products of the factors that a transform is about, with values of the others drawn for each case (`crossed`).
 """
 
 from __future__ import annotations
 
 import itertools
+import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -97,6 +98,12 @@ def observe(mesh: Mesh, case: Case) -> testing.Observation:
 def product(**factors: Sequence[Any]) -> list[dict[str, Any]]:
     """Every combination."""
     return [dict(zip(factors, row, strict=True)) for row in itertools.product(*factors.values())]
+
+
+def crossed(every: Mapping[str, Sequence[Any]], **others: Sequence[Any]) -> list[dict[str, Any]]:
+    """Every combination of some factors; the values of the others are drawn for each, the same at every call."""
+    draw = random.Random(0)
+    return [row | {name: draw.choice(list(values)) for name, values in others.items()} for row in product(**every)]
 
 
 def _muon() -> optim.Optimizer:

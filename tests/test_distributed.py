@@ -47,8 +47,8 @@ def test_laws(case: laws.Case) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_laws_matrix(layout: dict[str, int]) -> None:
-    fewer = {"layout": [layout], "order": (0, 4), "model": laws.MODELS, "batch": ("documents", "one_rank")}
-    for row in laws.product(**FACTORS | fewer):
+    every = {"layout": [layout], "model": laws.MODELS, "batch": ("documents", "one_rank", "ignored", "weights")}
+    for row in laws.crossed(every, **{name: values for name, values in FACTORS.items() if name not in every}):
         check(laws.case(**row))
 
 
@@ -73,7 +73,8 @@ def test_laws_of_experts_on_several_ranks(case: laws.Case) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("dispatcher", DISPATCHERS)
 def test_laws_matrix_of_experts_on_several_ranks(dispatcher: str) -> None:
-    for row in laws.product(**EXPERTS | {"dispatcher": [dispatcher], "model": ("tiny_moe", "deepseek_v3"), "order": (0,)}):
+    every = {name: EXPERTS[name] for name in ("layout", "overlap", "sharded", "micros", "optimizer")} | {"dispatcher": [dispatcher]}
+    for row in laws.crossed(every, **{name: values for name, values in EXPERTS.items() if name not in every}):
         check(laws.case(**row))
 
 

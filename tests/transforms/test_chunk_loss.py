@@ -149,8 +149,7 @@ def test_laws(case: laws.Case) -> None:
 @pytest.mark.parametrize("layout", [{}, {"data": 3}, {"data": 2, "replicate": 2}], ids=str)
 @pytest.mark.parametrize("model", laws.MODELS)
 def test_laws_matrix(model: str, layout: dict[str, int]) -> None:
-    batches = laws.BATCHES
-    for row in laws.product(chunk=(1, 2, 7, 64, 65, 66, 1000), batch=batches, micros=(None, 3), order=(0, 3)):
+    for row in laws.crossed({"chunk": (1, 2, 7, 64, 65, 66, 1000), "batch": laws.BATCHES}, micros=(None, 3), order=(0, 3)):
         laws.case(layout=layout, model=model, **row).check()
 
 

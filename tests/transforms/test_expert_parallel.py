@@ -83,20 +83,13 @@ def test_laws_on_eight_ranks_of_which_three_have_no_experts(dispatcher: str) -> 
 @pytest.mark.parametrize("overlap", [1, 2, 3])
 @pytest.mark.parametrize("expert", [1, 2, 4, 8])
 def test_laws_matrix(expert: int, overlap: int, dispatcher: str) -> None:
-    layouts = [{"expert": expert}, {"data": 2, "expert": expert}, {"replicate": 2, "expert": expert}]
-    rows = laws.product(
-        layout=layouts,
-        sharded=(True, False),
-        chunk=(None, 7),
-        micros=(None, 2),
-        optimizer=("adamw", "muon"),
-        batch=("documents",),
-    )
+    inside: dict[str, Any] = {"chunk": (None, 7), "micros": (None, 2), "optimizer": ("adamw", "muon"), "batch": ("documents",)}
+    alone, both, copies = {"expert": expert}, {"data": 2, "expert": expert}, {"replicate": 2, "expert": expert}
+    rows = laws.product(layout=(alone, both), sharded=(True, False), **inside) + laws.product(layout=(copies,), **inside)
     for row in rows:
         laws.case(model="tiny_moe", dispatcher=dispatcher, overlap=overlap, **row).check()
-    for row in laws.product(
-        layout=layouts[:2], model=("qwen3_moe", "moe_step", "moe_pooled", "deepseek_v3"), batch=("documents", "one_rank")
-    ):
+    models = ("qwen3_moe", "moe_step", "moe_pooled", "deepseek_v3")
+    for row in laws.crossed({"layout": (alone, both), "model": models}, batch=laws.BATCHES[:4], order=range(24)):
         laws.case(dispatcher=dispatcher, overlap=overlap, **row).check()
 
 
