@@ -361,12 +361,15 @@ def test_two_axes_gather_as_one() -> None:
     assert [(str(e), e.bytes) for e in one] == [(str(e), e.bytes) for e in two]
 
 
-def test_statistics_over_the_whole_step_cost_one_more_forward() -> None:
+@pytest.mark.parametrize("micros", [1, 2])
+def test_statistics_over_several_micro_batches_cost_one_more_forward(micros: int) -> None:
+    """One micro-batch is the whole step: nothing more is run."""
     micro, whole = (
-        simulate(lambda mesh, name=name: recorded(mesh, shard(mesh["data"]), MODELS[name]), data=2) for name in ("moe", "moe, step")
+        simulate(lambda mesh, name=name: recorded(mesh, compose(shard(mesh["data"]), accumulate(micros)), MODELS[name]), data=2)
+        for name in ("moe", "moe, step")
     )
     for a, b in zip(micro, whole, strict=True):
-        assert b.bytes_sent("gather") - a.bytes_sent("gather") == nbytes(MODELS["moe"]) // 2
+        assert b.bytes_sent("gather") - a.bytes_sent("gather") == (nbytes(MODELS["moe"]) // 2 * micros if micros > 1 else 0)
         assert b.bytes_sent("reduce") == a.bytes_sent("reduce")
 
 

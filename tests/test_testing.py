@@ -71,6 +71,13 @@ def rewritten(name: str, edit: Callable[[Stage], Stage]) -> testing.Transform:
 # Reductions ----------------------------------------------------------------------------------------------------------------------
 
 
+def test_gradients_that_are_rounding_are_not_differences() -> None:
+    """A row of two tokens has one query that sees two keys and no target: gradients of its queries and keys cancel."""
+    ids = torch.arange(12).view(6, 2)
+    for model in testing.small_models().values():
+        testing.check(lambda mesh: shard(mesh["data"]), model=model, batch={"input_ids": ids, "labels": ids}, data=2)
+
+
 @pytest.mark.parametrize("n", [2, 3])
 def test_a_missing_reduction(n: int) -> None:
     broken = edited(lambda stage: dataclasses.replace(stage, reduce=None))

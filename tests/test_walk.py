@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import re
 import weakref
 from typing import Any
 
@@ -213,6 +214,22 @@ def test_toy_swap_orders_copies_around_the_stages() -> None:
     assert record.position("wait", "store", first, "forward") > record.position("run", "forward", second, "forward")
     fetched = record.position("start", "fetch", first, "backward")
     assert fetched < record.position("run", "backward", second, "backward") < record.position("wait", "fetch", first, "backward")
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (lambda x: x, "gave no (values, residual), but a Tensor"),
+        (lambda x: ((x, x), None), "wait gave 2 values, expected 1: x"),
+        (lambda x: (x, None), "wait gave None values, expected 1: x"),
+    ],
+)
+def test_what_an_exchange_gives_is_checked(given: Any, message: str) -> None:
+    back = Transfer(lambda d: d[1], lambda d: d)
+    stages, params = chain(2)
+    program = (*stages[:2], Exchange("move", ("x",), ("x",), Transfer(lambda reads: reads[0], given), back), *stages[2:])
+    with pytest.raises(ValueError, match=re.escape(message)):
+        run(program, params)
 
 
 # A toy overlap: two parts of the tokens, each computed on the next rank while the other travels -----------------------------------

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from xtf.collectives import Axis
-from xtf.dispatch import ARRIVED, COMBINED, COMPUTED, DISPATCHERS, READS, WAY, Dispatcher
+from xtf.dispatch import ARRIVED, COMBINED, COMPUTED, DISPATCHERS, READS, WAY, Dispatcher, Moves
 from xtf.experts import RoutedExperts, arrived_experts
 from xtf.stage import Exchange, Lower, Pair, Params, Program, Stage, StageFn, Values
 from xtf.step import TrainStep
@@ -67,7 +67,8 @@ def expert_parallel(axis: Axis, *, overlap: int = 1, dispatcher: str | Dispatche
         if "expert" in step.owned:
             raise ValueError(f"expert_parallel is applied twice: experts are already spread over {step.owned['expert'].name!r}")
         said = [f"{axis.name}={axis.size}"] + ([f"overlap={overlap}"] if overlap > 1 else [])
-        said += [f"dispatcher={dispatcher!r}"] if dispatcher != "deduplicated" else []
+        called = repr(dispatcher) if isinstance(dispatcher, str) else getattr(dispatcher, "__qualname__", type(dispatcher).__name__)
+        said += [f"dispatcher={called}"] if dispatcher != "deduplicated" else []
         name, token_axes = f"expert_parallel({', '.join(said)})", step.with_token_axes((axis,))
         if axis.size == 1:
             return step.replace(name, token_axes=token_axes)
@@ -89,6 +90,9 @@ def _spread(program: Program, node: RoutedExperts, axis: Axis, dispatcher: Dispa
     x, *taken = node.reads
     routed = max(i for i, other in enumerate(program[:at]) if set(other.writes) & set(taken))
     moves = dispatcher(axis, node.experts, node.name)
+    if not isinstance(moves, Moves):  # pyright: ignore[reportUnnecessaryIsInstance]
+        called = getattr(dispatcher, "__qualname__", type(dispatcher).__name__)
+        raise ValueError(f"the dispatcher {called} returned a {type(moves).__name__} for {node.name}, expected xtf.dispatch.Moves")
     dispatch = Exchange(f"{node.name}.dispatch", tuple(taken), (*ARRIVED, *WAY), moves.dispatch, moves.dispatch_back)
     experts = Stage(
         node.name, "experts", node.fn, (node.key, "arrived"), node.params, ARRIVED, (COMPUTED,), rule=arrived_experts(node.compute)

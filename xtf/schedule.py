@@ -131,8 +131,12 @@ def schedule(step: TrainStep, layout: Layout | None = None) -> Schedule:
         [('attention', '0'), ('router', '0'), ('experts.dispatch', '0'),
          ('attention', '1'), ('router', '1'), ('experts.dispatch', '1'), ('experts', '0')]
     """
+    if not hasattr(step, "parts"):
+        raise ValueError(f"schedule takes a TrainStep, got {type(step).__name__}: make one with xtf.train_step(model, optimizer)")
     layout = (1,) * step.parts if layout is None else layout
-    if sum(layout) != step.parts or min(layout) < 1:
+    if min(layout, default=0) < 1:
+        raise ValueError(f"layout {layout}: each group has at least 1 part")
+    if sum(layout) != step.parts:
         raise ValueError(f"layout {layout} is of {sum(layout)} parts; the step runs in {step.parts}")
     return of_plan(step.plan(layout))
 
@@ -191,7 +195,7 @@ def timeline(schedule: Schedule, duration: Callable[[Slot], float]) -> Timeline:
     played: list[Played] = []
     for slot in schedule.slots:
         length = duration(slot)
-        if not length >= 0:
+        if not isinstance(length, (int, float)) or not length >= 0:  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ValueError(f"timeline: {slot.stage} has the duration {length!r}; expected a number of at least 0")
         start = max([free.get(slot.stream, 0.0), *(played[i].end for i in slot.needs)])
         free[slot.stream] = start + length

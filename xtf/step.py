@@ -327,7 +327,7 @@ class TrainStep:
         """The metrics of a batch without training on it: ``loss``, ``cross_entropy``, ``tokens`` and the auxiliary loss's."""
         run = StepLoss(self, batch, record)
         values = walk(run.plans, self._local(params), run.micros, keep=run.keep, record=record).values
-        if self.model.aux_scope == "step":
+        if run.counts_first:
             run.count(values)
         else:
             for micro, final in enumerate(values):
@@ -336,7 +336,7 @@ class TrainStep:
 
     def _differentiate(self, params: Tree, run: StepLoss, record: Record | None) -> tuple[dict[str, Tensor], Tree]:
         local = self._local(params)
-        if self.model.aux is not None and self.model.aux_scope == "step":
+        if run.counts_first:
             run.count(walk(run.plans, local, run.micros, keep=run.keep, record=record).values)
         trained = frozenset(path for path, spec in self.specs.items() if spec.trainable)
         outcome = walk(run.plans, local, run.micros, keep=run.keep, seeds=run.seeds, trained=trained, record=record)

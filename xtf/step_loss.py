@@ -51,6 +51,11 @@ class StepLoss:
         self.totals: dict[str, Tensor] = {}  # of integer statistics, over all ranks and the micro-batches so far
         self.uncounted: list[Mapping[str, Tensor]] = []  # statistics of micro-batches that are not in them
 
+    @property
+    def counts_first(self) -> bool:
+        """Whether a forward must count before gradients can be made: one micro-batch is the step, and its own counts will do."""
+        return self.step.model.aux is not None and self.step.model.aux_scope == "step" and len(self.micros) > 1
+
     def sum(self, value: Tensor) -> Tensor:
         """A small tensor summed over all ranks that hold tokens."""
         axis = self.step.token_axis

@@ -76,7 +76,8 @@ def check(
 
     Runs the transformed step on simulated ranks, and compares the loss, the gradient of every leaf, the gradient's norm, the
     parameters after an update and the metrics with those of ``model.loss`` under ``torch.func.grad`` on one rank. Values differ when
-    max|Δ| > tolerance × max|reference|.
+    max|Δ| > tolerance × max|reference|. For a gradient that is less than a ten thousandth of the largest one, such as that of queries
+    that see one key, which is nothing but rounding, that bound is the largest one's, divided by ten thousand.
 
     Args:
         transform: without ``sizes`` a transform; with ``sizes`` a function of the mesh that gives one, as in
@@ -153,8 +154,8 @@ def compare(
     total = pack(batch)["weights"].double().sum()
     differ: dict[str, list[tuple[int, str]]] = {}  # what differs -> on which ranks, and how
 
-    def judge(what: str, got: Tensor, want: Tensor, rank: int) -> None:
-        error, text = _compare(got, want, tolerance, seen[rank].sizes)
+    def judge(what: str, got: Tensor, want: Tensor, rank: int, floor: float = 0.0) -> None:
+        error, text = _compare(got, want, tolerance, seen[rank].sizes, floor)
         report.errors[f"{what} on rank {rank}" if len(seen) > 1 else what] = error
         if text:
             differ.setdefault(what, []).append((rank, text))
@@ -180,6 +181,7 @@ def compare(
     norm = torch.stack([g.square().sum() for g in expected.values() if g is not None]).sum().sqrt()
     known = {"cross_entropy": _cross_entropy(model, params, batch), "tokens": (pack(batch)["weights"] != 0).sum()}
     known |= _aux_metrics(model, params, [batch] if model.aux_scope == "step" else micros, total)
+    rounding = _FLOOR * max((_largest(g) for g in expected.values() if g is not None), default=0.0)
     for rank, one in enumerate(seen):
         judge("loss", one.loss, value, rank)
         judge("evaluated loss", one.evaluated, value, rank)
@@ -190,7 +192,7 @@ def compare(
         for path, want in expected.items():
             got = one.grads[path]
             if want is not None and got is not None:
-                judge(f"gradient of {path}", got, want, rank)
+                judge(f"gradient of {path}", got, want, rank, rounding)
             elif want is not got:
                 differ.setdefault(f"gradient of {path}", []).append((rank, f"expected {'none' if want is None else 'one'}"))
         for path, want in after.items():
@@ -242,13 +244,16 @@ def _counts(model: Model, params: Any, batch: Batch) -> dict[str, Tensor]:
     return {name: values[name] for name in model.statistics if not values[name].is_floating_point()}
 
 
-def _compare(got: Tensor, want: Tensor, tolerance: float, sizes: Mapping[str, int]) -> tuple[float, str]:
-    """The relative error, and what to say where it is too large."""
+_FLOOR = 1e-4  # of the largest gradient: what is smaller may be the difference of numbers that size
+
+
+def _compare(got: Tensor, want: Tensor, tolerance: float, sizes: Mapping[str, int], floor: float) -> tuple[float, str]:
+    """The relative error, and what to say where it is too large; relative to ``floor`` where the reference is smaller."""
     if got.shape != want.shape:
         return math.inf, f"shape {tuple(got.shape)}, expected {tuple(want.shape)}"
     got, want = got.double(), want.double()
-    delta, scale = _largest(got - want), _largest(want)
-    text = "" if delta <= tolerance * scale else f"max|Δ| {delta:.3e}, max|reference| {scale:.3e}{_factor(got, want, sizes)}"
+    delta, scale = _largest(got - want), max(_largest(want), floor)
+    text = "" if delta <= tolerance * scale else f"max|Δ| {delta:.3e}, max|reference| {_largest(want):.3e}{_factor(got, want, sizes)}"
     return delta / scale if scale else delta, text
 
 

@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -188,6 +188,24 @@ class _Pending:
     got: dict[str, Any] | None = None
 
 
+def _check_given(pending: _Pending, got: Any) -> None:
+    """Refuse what an exchange's ``wait`` gave, if it is not what `xtf.stage.Exchange` says."""
+    values = got
+    if pending.index is not None:
+        if _length(got) != 2:
+            raise ValueError(f"exchange {pending.stage}: forward's wait gave no (values, residual), but a {type(got).__name__}")
+        values = got[0]
+    if _length(values) != len(pending.names):
+        raise ValueError(
+            f"exchange {pending.stage}: wait gave {_length(values)} values, expected {len(pending.names)}: {', '.join(pending.names)}"
+        )
+
+
+def _length(value: Any) -> int | None:
+    """Of a tuple; of anything else ``None``."""
+    return len(cast(tuple[Any, ...], value)) if isinstance(value, tuple) else None
+
+
 class _Walk:
     """The state of one walk. Methods are in the order in which a task uses them."""
 
@@ -315,6 +333,7 @@ class _Walk:
     def _resolve(self, pending: _Pending) -> dict[str, Any]:
         if pending.got is None:
             got = self._wait("exchange", pending.stage, pending.transfer, pending.handle)
+            _check_given(pending, got)
             if pending.index is not None:
                 got, residual = got
                 if self.seeds is not None:

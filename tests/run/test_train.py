@@ -57,13 +57,13 @@ def finished(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-def spawn(arguments: list[str], ranks: int = 1) -> subprocess.Popen[str]:
+def spawn(arguments: list[str], ranks: int = 1, cwd: Path | None = None) -> subprocess.Popen[str]:
     launcher = (
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else [sys.executable]
     )
     env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     command = [*launcher, "-m", "xtf.cli", *arguments]
-    return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(command, env=env, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 def wait_for_step(out: Path, step: int, process: subprocess.Popen[str]) -> None:
@@ -157,6 +157,20 @@ def test_a_stopped_run_of_ranks_goes_on_bit_for_bit(inputs: Path, on_two: Path, 
     assert losses(out) == losses(on_two)
 
 
+def test_a_run_of_two_ranks_goes_on_on_one_from_another_folder(inputs: Path, finished: Path, tmp_path: Path) -> None:
+    """Begun with a fixed mesh and paths relative to where it was begun."""
+    out = tmp_path / "moved"
+    arguments = [argument.removeprefix(f"{inputs}/") for argument in flags(inputs, out, "--mesh", "data=2")]
+    process = spawn(arguments, 2, inputs)
+    wait_for_step(out, 4, process)
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=60)
+    process = spawn(["train", "--out", "moved", "--resume", "--mesh", "data=1"], cwd=tmp_path)
+    _, said = process.communicate(timeout=300)
+    assert process.returncode == 0 and "going on after step" in said, said
+    agree(out, finished)
+
+
 RECIPE = '''
 from pathlib import Path
 import xtf
@@ -244,8 +258,16 @@ def test_pretraining_text(inputs: Path, tmp_path: Path) -> None:
 
 
 BAD: list[tuple[list[str], str]] = [
-    (["--data", "no.jsonl"], "the data file no.jsonl does not exist"),
-    (["--data", "."], "the data file . is a folder"),
+    (["--data", "no.jsonl"], "no.jsonl does not exist"),
+    (["--data", "."], f"the data file {Path.cwd()} is a folder"),
+    (["--mesh", "data=2"], "--mesh data=2: the axes {'data': 2} hold 2 ranks, but there are 1"),
+    (["--transforms", "expert_parallel=expert/2"], "expert_parallel=expert/2: the mesh has no axis expert; it has data"),
+    (
+        ["--transforms", "expert_parallel=data/2.5"],
+        "expert_parallel=data/2.5: expected an axis and a number of parts, as expert_parallel=data/2",
+    ),
+    (["--transforms", "expert_parallel=data"], "the model 'llama' has no experts"),
+    (["--seq", "2", "--tokens-per-step", "8"], "rows of more tokens (--seq)"),
     (["--clip", "nan"], "--clip is nan"),
     (["--keep", "0"], "--keep is 0, expected at least 1"),
     (["--seed", "-1"], "--seed is -1"),

@@ -285,6 +285,8 @@ def test_bad_arguments() -> None:
     assert "'deepep'" in unknown and all(name in unknown for name in DISPATCHERS)
     dense = train_step(laws.model("llama"), testing.default_optimizer())
     assert "'llama' has no experts" in said(lambda mesh: expert_parallel(mesh["expert"])(dense))
+    nothing = said(lambda mesh: expert_parallel(mesh["expert"], dispatcher=lambda axis, experts, label: None)(step).program)  # pyright: ignore[reportArgumentType, reportReturnType]
+    assert "returned a NoneType for layers.0.experts, expected xtf.dispatch.Moves" in nothing
     twice = said(lambda mesh: compose(expert_parallel(mesh["expert"]), expert_parallel(mesh["expert"]))(step))
     assert "applied twice" in twice
     tokens = {name: value[:1, :2] for name, value in testing.random_batch(61).items()}

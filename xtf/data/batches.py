@@ -50,7 +50,10 @@ class PackedBatches:
             raise ValueError(f"a document has {int(lengths.max())} tokens, a row holds {seq}: use documents.limited({seq})")
         self._used = np.flatnonzero(lengths > 1)
         if not len(self._used):
-            raise ValueError(f"none of the {len(lengths)} documents has at least 2 tokens: there is nothing to train on")
+            raise ValueError(
+                f"none of the {len(lengths)} documents has at least 2 tokens: there is nothing to train on; where many were left out "
+                "because nothing in their first tokens is learned, rows of more tokens (--seq) would take them in"
+            )
         self.documents, self.rows, self.seq, self.seed, self.pad_id = documents, rows, seq, seed, pad_id
         self._ends = [0]  # the number of rows up to the end of each epoch that is known so far
         self._plan = lru_cache(maxsize=3)(self._pack_epoch)

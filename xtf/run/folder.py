@@ -26,6 +26,9 @@ from xtf.run.recipe import Recipe, RecipeFn, load_recipe, plain, read_value, res
 RUN, RECIPE, CHECKPOINTS, BEST, LAST = "run.json", "recipe.py", "checkpoints", "best", "checkpoint"
 """What a run's folder holds: what it is, its recipe, the whole states, and the best and the last parameters."""
 
+LAYOUT = ("mesh", "transforms", "backend")
+"""Settings of the built-in recipe that say how a run is spread and lowered, not what it computes: they may change when it goes on."""
+
 
 @dataclass(frozen=True)
 class Launch:
@@ -67,7 +70,7 @@ def stored_launch(folder: Path, given: Mapping[str, Any], file: Path | None, **l
 
     Args:
         folder: holds a run.
-        given: settings that were given again; each must be the run's.
+        given: settings that were given again; each must be the run's, but for those of `LAYOUT`.
         file: a recipe's file that was given again; it must be the run's.
         launch: further fields of the `Launch`.
 
@@ -81,8 +84,11 @@ def stored_launch(folder: Path, given: Mapping[str, Any], file: Path | None, **l
     else:
         recipe = load_recipe(folder / RECIPE)
     own: Mapping[str, Any] = about["settings"]
+    free = LAYOUT if about["recipe"] == "built-in" else ()
     differing = [
-        f"{name} is {own.get(name)!r} there and {plain(value)!r} here" for name, value in given.items() if plain(value) != own.get(name)
+        f"{name} is {own.get(name)!r} there and {plain(value)!r} here"
+        for name, value in given.items()
+        if name not in free and plain(value) != own.get(name)
     ]
     if (file is None) != (about["recipe"] == "built-in") and (file is not None or given):
         differing.append(f"its recipe is {about['recipe']}, the one given is {file or 'built-in'}")
@@ -95,6 +101,7 @@ def stored_launch(folder: Path, given: Mapping[str, Any], file: Path | None, **l
         )
     known = settings_of(recipe)
     settings = {name: _typed(known[name].annotation, value, name) for name, value in own.items() if name in known}
+    settings |= {name: value for name, value in given.items() if name in free}
     kept = folder / RECIPE if about["recipe"] != "built-in" else None
     return Launch(recipe, resolve(recipe, settings), kept, folder, True, **launch)
 

@@ -7,7 +7,7 @@ import math
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 
@@ -89,6 +89,7 @@ def standard(
         sample: Tokens of this answer.
     """
     folder = None if is_preset(model) else Path(model)
+    called = model if folder is None else folder.name
     built = xtf.models.preset(model) if folder is None else xtf.models.from_hf(folder)
     given = filled_in({"model": model, "init_from": init_from, "data": data, "seq": seq, "tokens_per_step": tokens_per_step, "lr": lr}
                       | {"tokenizer": tokenizer, "prompt": prompt})  # fmt: skip
@@ -129,7 +130,7 @@ def standard(
         evaluation=Evaluation(evaluate_every, asked, chat=bool(data), tokens=sample),
         files=Files(tokens_of, folder or init_from),
         seed=seed,
-        title=f"{model} on {', '.join(path.name for path in data)}" if data else f'{model} on "Pride and Prejudice"',
+        title=f"{called} on {', '.join(path.name for path in data)}" if data else f'{called} on "Pride and Prejudice"',
     )
 
 
@@ -141,7 +142,7 @@ def is_preset(model: str) -> bool:
 def filled_in(settings: Mapping[str, Any]) -> dict[str, Any]:
     """The settings of `standard` with the values that follow from others, where they were not given. ``transforms`` follows from
     the ranks, which may change from launch to launch, and stays open."""
-    found = dict(settings)
+    found = absolute(settings)
     folder = None if is_preset(found["model"]) else Path(found["model"])
     start, demo = folder or found["init_from"], not found["data"]
     if found["seq"] is None:
@@ -154,6 +155,25 @@ def filled_in(settings: Mapping[str, Any]) -> dict[str, Any]:
         found["tokenizer"] = start or TOKENIZER_FILE.parent
     if found["prompt"] is None and demo:
         found["prompt"] = "Elizabeth could not but smile at"
+    return found
+
+
+def absolute(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings with the paths of files and folders in full: a run may go on from another directory.
+
+    Example:
+        >>> absolute({"cache": Path("/tmp/a"), "model": "tiny-moe", "steps": 3})
+        {'cache': PosixPath('/tmp/a'), 'model': 'tiny-moe', 'steps': 3}
+    """
+
+    def full(value: Any) -> Any:
+        if isinstance(value, tuple):
+            return tuple(full(item) for item in cast(tuple[Any, ...], value))
+        return value.absolute() if isinstance(value, Path) else value
+
+    found = {name: full(value) for name, value in settings.items()}
+    if isinstance(model := found.get("model"), str) and not is_preset(model):
+        found["model"] = os.path.abspath(model)
     return found
 
 
@@ -185,7 +205,12 @@ def parse_mesh(text: str) -> Mesh:
         if not name.strip().isidentifier() or not size.strip().lstrip("-").isdigit() or name.strip() in sizes:
             raise ValueError(f"--mesh {text}: expected different axes with sizes, as data=-1 or replica=2,data=4")
         sizes[name.strip()] = int(size)
-    return xtf.mesh(**sizes)
+    try:
+        return xtf.mesh(**sizes)
+    except ValueError as error:
+        raise ValueError(
+            f"--mesh {text}: {error}, or start as many with torchrun; a run that goes on may be given another --mesh"
+        ) from None
 
 
 class _Named(NamedTuple):
@@ -225,13 +250,15 @@ def _swap_activations(mesh: Mesh, value: str) -> Transform:
 
 
 def _expert_parallel(mesh: Mesh, value: str) -> Transform:
-    name, _, parts = value.partition("/")
+    name, slash, parts = value.partition("/")
     name = name or "expert"
     if name not in mesh.sizes:
         raise ValueError(
-            f"expert_parallel={value}: the mesh has no axis {name}; it has {', '.join(mesh)}: give one, as --mesh data=-1,expert=2"
+            f"expert_parallel={value or name}: the mesh has no axis {name}; it has {', '.join(mesh)}: give one, as --mesh data=-1,expert=2"
         )
-    return expert_parallel(mesh[name], overlap=_count("expert_parallel", parts) if parts else 1)
+    if slash and (not parts.isdigit() or int(parts) < 1):
+        raise ValueError(f"expert_parallel={value}: expected an axis and a number of parts, as expert_parallel={name}/2")
+    return expert_parallel(mesh[name], overlap=int(parts or 1))
 
 
 def _count(name: str, value: str) -> int:

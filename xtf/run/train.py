@@ -208,7 +208,7 @@ class _Loop:
         if int(metrics["skipped"]):
             self.progress.message(
                 f"step {index + 1} skipped: loss {float(metrics['loss']):g} and gradient norm {float(metrics['grad_norm']):g} are not both "
-                f"finite; nothing was changed, {int(state.skipped)} steps skipped so far"
+                f"finite; nothing was changed, skipped so far: {int(state.skipped)}"
             )
         rows = -(-self.recipe.data.rows // self.ranks) * self.ranks
         extra: dict[str, Tensor | float | int] = {
