@@ -161,5 +161,13 @@ def _is_filled(cell: types.CellType) -> bool:
     return True
 
 
+if torch.__version__.startswith(("2.11", "2.12")):
+    # There, a process whose first fake tensors are made by another thread than the main one, as simulated ranks do when they compile,
+    # crashes at later ones.
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        pass
+
 _CACHE: dict[Hashable, _Compiled] = {}
 _CACHE_LOCK = threading.Lock()
