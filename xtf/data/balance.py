@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from xtf.data.cost import Cost, CostFunction
 from xtf.data.even_packs import even_packs, spread_evenly
-from xtf.data.plan import Floats, Ints, Pieces, Plan, Step
+from xtf.data.plan import Floats, Ints, Pieces, Plan, Step, assemble
+from xtf.data.plan_input import TooLong, check_layout, check_too_long, cut, generator
 
-TooLong = Literal["error", "drop", "split"]
-"""What happens to a document longer than a pack."""
-
+_MISSED = 0.001  # the share of a window's tokens that may find no room there
 _BLOCK = 1 << 16  # documents that are handed to the windows at once, so that the time is linear in documents
 
 
@@ -53,7 +51,7 @@ def plan_batches(
         too_long: what happens to a document longer than ``max_tokens``: ``"error"`` refuses it, ``"drop"`` leaves it out
             (`Plan.dropped`), ``"split"`` cuts it every ``max_tokens`` into pieces that are planned as documents are (`Step.pieces`).
         window: how many steps are balanced with each other. More find better neighbours, fewer are nearer to random order;
-            if ``None``, as many as have 4096 packs, and at least 64.
+            if ``None``, as many as have 8192 packs, and at least 256.
         mix: trades balance for order, from 0 to 1: where packs of a window are sorted by cost, this much of their place is random.
             At 1 the packs of a step are any.
 
@@ -118,7 +116,7 @@ def stream_batches(
         [[2, 2], [2, 2]]
     """
     layout = _Layout(max_tokens, data_ranks, accumulate, cost, window, mix)
-    _check_too_long(too_long)
+    check_too_long(too_long)
     return _stream(lengths, layout, generator(seed, "stream"), too_long)
 
 
@@ -127,9 +125,9 @@ def _stream(lengths: Iterable[int], layout: _Layout, random: np.random.Generator
         yield from _shuffled([planned], layout, random, np.zeros(0, np.int64))
 
 
-def _read(lengths: Iterable[int], layout: _Layout, too_long: TooLong) -> Iterator[Pieces]:
+def _read(lengths: Iterable[Any], layout: _Layout, too_long: TooLong) -> Iterator[Pieces]:
     """Pieces as they come, some at a time."""
-    first, block, tokens, enough = 0, list[int](), 0, layout.step_tokens * max(1, layout.window // 8)
+    first, block, tokens, enough = 0, list[Any](), 0, layout.step_tokens * max(1, layout.window // 8)
     for length in lengths:
         block.append(length)
         tokens += length if isinstance(length, (int, np.integer)) and length > 0 else enough  # what is no length is refused at once
@@ -160,7 +158,7 @@ class _Layout:
         if not 0 <= self.mix <= 1:
             raise ValueError(f"mix is {self.mix}, expected from 0 (best balance) to 1 (any packs in a step)")
         object.__setattr__(self, "cost", self.given_cost or Cost.attention())
-        object.__setattr__(self, "window", self.given_window or max(64, -(-4096 // self.group)))
+        object.__setattr__(self, "window", self.given_window or max(256, -(-8192 // self.group)))
 
     @property
     def group(self) -> int:
@@ -175,11 +173,12 @@ class _Layout:
 
 @dataclass(frozen=True)
 class _Window:
-    """Planned steps: ``pack`` is the pack of each piece, ``steps`` (steps, ranks, accumulate) says which packs stand where."""
+    """Planned steps: the pack of each piece, which packs stand where (steps, ranks, accumulate), and the cost of each step."""
 
     pieces: Pieces
     pack: Ints
     steps: Ints
+    cost: Floats
     full: bool = True
 
 
@@ -192,17 +191,19 @@ def _windows(source: Iterator[Pieces], layout: _Layout, random: np.random.Genera
     for come in source:
         held = Pieces.join([held, come])
         while _steps(held, layout) >= layout.window + layout.window // 2 + 1:
-            planned, held = _plan_window(held, layout.window, layout, random)
+            planned, held = _plan_first(held, layout, random)
             yield planned
-    while steps := _steps(held, layout):
-        planned, held = _plan_window(held, steps, layout, random)
-        yield planned
-    while len(held.documents):  # less than the tokens of a full step; yet the documents may not fit one
-        pack = spread_evenly(held.lengths, layout.cost, packs=layout.group, max_tokens=layout.max_tokens)
-        if pack is not None:
-            yield _Window(held, pack, _deal(held, pack, 1, layout, random), full=False)
-            return
-        planned, held = _plan_window(held, 1, layout, random)
+    while len(held.documents):
+        steps = _steps(held, layout)
+        if not steps:  # less than a full step; yet the documents may not fit one
+            pack = spread_evenly(held.lengths, layout.cost, packs=layout.group, max_tokens=layout.max_tokens)
+            if pack is not None:
+                yield _Window(held, pack, *_deal(held, pack, 1, layout, random), full=False)
+                return
+        planned, left = _plan_last(held, max(steps, 1), layout, random)
+        if more := _steps(left, layout):  # much found no room: better a little in every step than steps of nothing else
+            planned, left = _plan_last(held, steps + more, layout, random)
+        held = left
         yield planned
 
 
@@ -212,21 +213,56 @@ def _steps(held: Pieces, layout: _Layout) -> int:
     return max(int(lengths.sum()) // layout.step_tokens, int((2 * lengths > layout.max_tokens).sum()) // layout.group)
 
 
-def _plan_window(held: Pieces, steps: int, layout: _Layout, random: np.random.Generator) -> tuple[_Window, Pieces]:
-    """The first pieces, as many as full steps can hold, in these steps; and what is left."""
-    packs, lengths = steps * layout.group, held.lengths
-    tokens, large = np.cumsum(lengths), np.cumsum(2 * lengths > layout.max_tokens)
-    count = min(int(np.searchsorted(tokens, packs * layout.max_tokens)) + 1, int(np.searchsorted(large, packs, "right")), len(lengths))
-    chosen = held.at(slice(0, count))
-    pack = even_packs(chosen.lengths, layout.cost, packs=packs, group=layout.group, max_tokens=layout.max_tokens)
+def _reach(lengths: Ints, tokens: int) -> int:
+    """How many documents, from the first on, have that many tokens together."""
+    return min(int(np.searchsorted(np.cumsum(lengths), tokens)) + 1, len(lengths))
+
+
+def _plan_first(held: Pieces, layout: _Layout, random: np.random.Generator) -> tuple[_Window, Pieces]:
+    """A window of the first that are held, and the others."""
+    packs, large = layout.window * layout.group, np.cumsum(2 * held.lengths > layout.max_tokens)
+    most, tokens = int(np.searchsorted(large, packs, "right")), packs * layout.max_tokens
+    count = min(_reach(held.lengths, tokens), most)
+    planned, left = _plan_window(held.at(slice(0, count)), layout.window, layout, random)
+    missed = int(left.lengths.sum())
+    if missed > _MISSED * tokens:  # it would be the shortest, every time, so that later windows had more and more of them
+        count = min(_reach(held.lengths, tokens - missed), most)
+        planned, left = _plan_window(held.at(slice(0, count)), layout.window, layout, random)
+    return planned, Pieces.join([left, held.at(slice(count, None))])
+
+
+def _plan_last(held: Pieces, steps: int, layout: _Layout, random: np.random.Generator) -> tuple[_Window, Pieces]:
+    """All that is held in full steps, but what is too much for them, which is left for the remainder: documents that one rank can have
+    without making others wait.
+
+    Where the remainder has e tokens for P packs, these are the documents of up to e ÷ P tokens; more, where these have less than 4 e
+    tokens, so that it is not made of all the shortest; but none that costs more than half a mean pack.
+    """
+    packs, large = steps * layout.group, 2 * held.lengths > layout.max_tokens
+    alone = large & (np.cumsum(large) > packs)  # would be in packs of their own, for which there is no place
+    chosen, lengths = held.at(~alone), held.lengths[~alone]
+    rest = int(lengths.sum()) - packs * layout.max_tokens
+    if rest > 0:
+        rising = np.sort(lengths)
+        short = max(rest // layout.group, int(rising[_reach(rising, 4 * rest) - 1]))
+        each = layout.cost(lengths)
+        long = (lengths > short) | (2 * each > float(np.cumsum(each)[-1]) / packs)
+        chosen = chosen.at(np.argsort(~long, kind="stable"))
+    count = _reach(chosen.lengths, packs * layout.max_tokens)
+    planned, left = _plan_window(chosen.at(slice(0, count)), steps, layout, random)
+    return planned, Pieces.join([left, chosen.at(slice(count, None)), held.at(alone)])
+
+
+def _plan_window(chosen: Pieces, steps: int, layout: _Layout, random: np.random.Generator) -> tuple[_Window, Pieces]:
+    """These pieces in full steps, and what finds no room there."""
+    pack = even_packs(chosen.lengths, layout.cost, packs=steps * layout.group, group=layout.group, max_tokens=layout.max_tokens)
     placed = pack >= 0
-    left = Pieces.join([chosen.at(~placed), held.at(slice(count, None))])
-    chosen, pack = chosen.at(placed), pack[placed]
-    return _Window(chosen, pack, _deal(chosen, pack, steps, layout, random)), left
+    kept, pack = chosen.at(placed), pack[placed]
+    return _Window(kept, pack, *_deal(kept, pack, steps, layout, random)), chosen.at(~placed)
 
 
-def _deal(pieces: Pieces, pack: Ints, steps: int, layout: _Layout, random: np.random.Generator) -> Ints:
-    """Which packs each step, rank and micro-batch has: (steps, ranks, accumulate).
+def _deal(pieces: Pieces, pack: Ints, steps: int, layout: _Layout, random: np.random.Generator) -> tuple[Ints, Floats]:
+    """Which packs each step, rank and micro-batch has, (steps, ranks, accumulate), and what each step costs.
 
     Packs sorted by cost are cut into steps, and those of a step into micro-batches. In each micro-batch the costliest pack goes to the
     rank that has had the least so far.
@@ -246,7 +282,20 @@ def _deal(pieces: Pieces, pack: Ints, steps: int, layout: _Layout, random: np.ra
         so_far += spent[dealt[:, k]]
     dealt = np.take_along_axis(dealt, np.argsort(random.random((steps, micro)), axis=1)[:, :, None], axis=1)
     dealt = np.take_along_axis(dealt, np.argsort(random.random((steps, ranks)), axis=1)[:, None], axis=2)
-    return dealt.transpose(0, 2, 1)
+    return dealt.transpose(0, 2, 1), so_far.sum(axis=1)
+
+
+def _spread_order(cost: Floats, random: np.random.Generator) -> Ints:
+    """A random order of steps in which every stretch of training has steps of every cost, in due proportion.
+
+    Steps sorted by cost are taken a few at a time, about the square root of all, and each of these goes to another stretch.
+    So the step of a document is as likely to be any as in a plain shuffle, but the few steps that hold the longest documents do not
+    crowd by chance.
+    """
+    stretches = max(1, round(len(cost) ** 0.5))
+    rows = -(-len(cost) // stretches)
+    stretch = np.argsort(random.random((rows, stretches)), axis=1).reshape(-1)[: len(cost)] + random.random(len(cost))
+    return np.argsort(-cost, kind="stable")[np.argsort(stretch, kind="stable")]
 
 
 def _shuffled(windows: Sequence[_Window], layout: _Layout, random: np.random.Generator, dropped: Ints) -> Plan:
@@ -258,7 +307,8 @@ def _shuffled(windows: Sequence[_Window], layout: _Layout, random: np.random.Gen
         first += window.steps.size
     full = sum(len(window.steps) for window in windows if window.full)
     steps = np.concatenate([np.zeros((0, layout.group), np.int64), *slots])
-    steps = np.concatenate([steps[random.permutation(full)], steps[full:]])
+    cost = np.concatenate([np.zeros(0), *(window.cost for window in windows if window.full)])
+    steps = np.concatenate([steps[_spread_order(cost, random)], steps[full:]])
     place = np.empty(first, np.int64)
     place[steps.reshape(-1)] = np.arange(first)
     pack = place[np.concatenate([np.zeros(0, np.int64), *packs])]
@@ -272,63 +322,3 @@ def _shuffled(windows: Sequence[_Window], layout: _Layout, random: np.random.Gen
         accumulate=layout.accumulate,
         dropped=dropped,
     )
-
-
-def assemble(pieces: Pieces, pack: Ints, *, full: int, count: int, max_tokens: int, ranks: int, accumulate: int, dropped: Ints) -> Plan:
-    """A plan of ``count`` steps, from the pack of each piece, packs numbered by step, rank and micro-batch."""
-    offsets = np.zeros(count * ranks * accumulate + 1, np.int64)
-    np.cumsum(np.bincount(pack, minlength=len(offsets) - 1), out=offsets[1:])
-    return Plan(max_tokens, ranks, accumulate, full, pieces.at(np.argsort(pack, kind="stable")), offsets, dropped)
-
-
-def generator(seed: int, use: str) -> np.random.Generator:
-    """Random numbers of a seed, for one use."""
-    if isinstance(seed, bool) or not isinstance(seed, (int, np.integer)):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise ValueError(f"seed is {seed!r}, expected an integer")
-    return np.random.Generator(np.random.Philox(key=int.from_bytes(hashlib.sha256(f"{use}/{int(seed)}".encode()).digest()[:16])))
-
-
-def check_layout(max_tokens: int, data_ranks: int, accumulate: int) -> None:
-    """Raise for sizes that no plan has."""
-    for name, value in (("max_tokens", max_tokens), ("data_ranks", data_ranks), ("accumulate", accumulate)):
-        if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1:  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise ValueError(f"{name} is {value!r}, expected an integer of at least 1")
-
-
-def cut(lengths: Sequence[int] | npt.NDArray[Any], max_tokens: int, too_long: TooLong, *, first: int = 0) -> tuple[Pieces, Ints]:
-    """Documents of checked lengths, numbered from ``first``, as pieces, none longer than a pack; and the numbers of those dropped."""
-    _check_too_long(too_long)
-    given = np.asarray(lengths)
-    if given.ndim != 1:
-        raise ValueError(f"lengths has the shape {given.shape}, expected (documents,): the tokens of each document")
-    if not len(given):
-        raise ValueError("lengths is empty: there is no document to plan; check the data source")
-    if not np.issubdtype(given.dtype, np.integer):
-        raise ValueError(f"lengths is of {given.dtype}, expected integers: the tokens of each document")
-    short = np.flatnonzero(given < 1)
-    if len(short):
-        raise ValueError(
-            f"document {first + int(short[0])} has the length {int(given[short[0]])} ({len(short)} under 1): "
-            "leave out documents without tokens before planning"
-        )
-    tokens = given.astype(np.int64)
-    numbers = np.arange(first, first + len(tokens), dtype=np.int64)
-    long = tokens > max_tokens
-    if too_long == "error" and long.any():
-        at = int(np.argmax(long))
-        raise ValueError(
-            f"document {first + at} has {int(tokens[at])} tokens ({int(long.sum())} above max_tokens = {max_tokens}): "
-            "give a larger max_tokens, or too_long='drop' or 'split'"
-        )
-    if too_long == "drop":
-        kept = numbers[~long]
-        return Pieces(kept, np.zeros(len(kept), np.int64), tokens[~long]), numbers[long]
-    counts = -(-tokens // max_tokens)
-    owner = np.repeat(np.arange(len(tokens)), counts)
-    starts = (np.arange(len(owner)) - (np.cumsum(counts) - counts)[owner]) * max_tokens
-    return Pieces(numbers[owner], starts, np.minimum(tokens[owner], starts + max_tokens)), np.zeros(0, np.int64)
-
-
-def _check_too_long(too_long: str) -> None:
-    if too_long not in ("error", "drop", "split"):
-        raise ValueError(f"too_long is {too_long!r}, expected 'error', 'drop' or 'split'")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_left, insort
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -14,11 +13,12 @@ from xtf.data.cost import CostFunction
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 
-_CLOSING = 0.05  # share of all tokens, of the shortest documents, that close the packs
+_CLOSING = 0.08  # share of all tokens, of the shortest documents, that close the packs
 _VARIETY = 0.5  # how much of the usual mix of lengths stands beside a long document: 0 the shortest only, 1 as in any other pack
+_TIGHT = 0.98  # from this share of all room on, packs are filled as far as they hold
 
 
-def even_packs(lengths: npt.NDArray[Any], cost: CostFunction, *, packs: int, group: int, max_tokens: int) -> Ints:
+def even_packs(lengths: Ints, cost: CostFunction, *, packs: int, group: int, max_tokens: int) -> Ints:
     """Lay documents into packs so that packs are nearly full, and packs of a group, which a step will hold, cost nearly the same.
 
     Two things must come out even at once, tokens and cost. A pack has a budget of cost; with its room r and what is left of its budget
@@ -46,26 +46,32 @@ def even_packs(lengths: npt.NDArray[Any], cost: CostFunction, *, packs: int, gro
         [0, 1, 2, 2, 1]
     """
     order = np.argsort(-lengths, kind="stable")
-    tokens: Ints = lengths[order].astype(np.int64)
+    tokens = lengths[order]
     each = np.asarray(cost(tokens), np.float64)
     tail = np.cumsum(tokens[::-1])[::-1]
-    closing = int(np.searchsorted(-tail, -_CLOSING * tail[0])) if len(tail) else 0
+    closing = int(np.searchsorted(-tail, -_CLOSING * float(tail[0]))) if len(tail) else 0
     budget, seeds = _budgets(tokens, each, closing, cost, packs, group, max_tokens)
+    level, alone = _level(tokens, packs, max_tokens)
+    seeds = max(seeds, alone)
     owner = np.full(len(tokens), -1, np.int64)
     owner[:seeds] = np.arange(seeds)
-    room = np.full(packs, max_tokens, np.int64)
-    room[:seeds] -= tokens[:seeds]
+    room = np.full(packs, level, np.int64)
+    room[:seeds] -= np.minimum(tokens[:seeds], level)
     budget[:seeds] -= each[:seeds]
     closing = max(closing, seeds)
     rooms = room.tolist()
     owner[seeds:closing] = _spread(tokens[seeds:closing].tolist(), each[seeds:closing].tolist(), rooms, budget.tolist())
     owner[closing:] = _close(tokens[closing:].tolist(), rooms)
+    missed = np.flatnonzero(owner < 0)
+    if level < max_tokens and len(missed):  # the rest of the room
+        held = np.bincount(owner[owner >= 0], tokens[owner >= 0], packs).astype(np.int64)
+        owner[missed] = _close(tokens[missed].tolist(), (max_tokens - held).tolist())
     found = np.empty_like(owner)
     found[order] = owner
     return found
 
 
-def spread_evenly(lengths: npt.NDArray[Any], cost: CostFunction, *, packs: int, max_tokens: int) -> Ints | None:
+def spread_evenly(lengths: Ints, cost: CostFunction, *, packs: int, max_tokens: int) -> Ints | None:
     """The pack of each document, each document into the pack that costs the least so far, the costliest first; (documents,) int64.
 
     Returns:
@@ -122,6 +128,21 @@ def _budgets(tokens: Ints, each: Floats, closing: int, cost: CostFunction, packs
             break
         seeds = groups * group
     return budget, seeds
+
+
+def _level(tokens: Ints, packs: int, max_tokens: int) -> tuple[int, int]:
+    """Up to how many tokens packs are filled, and how many of the longest documents have more and stand alone.
+
+    Where documents are too few for the packs, as when no two fit together, filling packs to the brim would leave others
+    with one document. So they are filled as water would: all to one level.
+    """
+    if float(tokens.sum()) > _TIGHT * packs * max_tokens:
+        return max_tokens, 0
+    longest = tokens[: packs - 1]
+    before = np.concatenate([[0], np.cumsum(longest)])
+    level = -(-(int(tokens.sum()) - before) // (packs - np.arange(len(before))))
+    alone = int(np.argmax(np.append(longest, 0)[: len(level)] <= level))
+    return min(max_tokens, int(level[alone])), alone
 
 
 def _spread(tokens: list[int], each: list[float], rooms: list[int], budget: list[float]) -> list[int]:
