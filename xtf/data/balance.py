@@ -12,9 +12,8 @@ import numpy.typing as npt
 from xtf.data.cost import Cost, CostFunction
 from xtf.data.even_packs import even_packs, spread_evenly
 from xtf.data.plan import Floats, Ints, Pieces, Plan, Step, assemble
-from xtf.data.plan_input import TooLong, check_layout, check_too_long, cut, generator
+from xtf.data.plan_input import TooLong, check_count, check_layout, check_too_long, checked_cost, cut, generator
 
-_MISSED = 0.001  # the share of a window's tokens that may find no room there
 _BLOCK = 1 << 16  # documents that are handed to the windows at once, so that the time is linear in documents
 
 
@@ -69,6 +68,8 @@ def plan_batches(
     """
     layout = _Layout(max_tokens, data_ranks, accumulate, cost, window, mix)
     pieces, dropped = cut(lengths, max_tokens, too_long)
+    if not len(pieces.documents):
+        raise ValueError(f"all {len(dropped)} documents have more than max_tokens = {max_tokens} tokens, so that nothing is left to plan")
     random = generator(seed, "plan")
     shuffled = random.permutation(len(pieces.documents))
     blocks = (pieces.at(shuffled[begin : begin + _BLOCK]) for begin in range(0, len(shuffled), _BLOCK))
@@ -153,11 +154,11 @@ class _Layout:
 
     def __post_init__(self) -> None:
         check_layout(self.max_tokens, self.ranks, self.accumulate)
-        if self.given_window is not None and self.given_window < 1:
-            raise ValueError(f"window is {self.given_window}, expected at least 1 step")
+        if self.given_window is not None:
+            check_count("window", self.given_window)
         if not 0 <= self.mix <= 1:
             raise ValueError(f"mix is {self.mix}, expected from 0 (best balance) to 1 (any packs in a step)")
-        object.__setattr__(self, "cost", self.given_cost or Cost.attention())
+        object.__setattr__(self, "cost", checked_cost(self.given_cost or Cost.attention()))
         object.__setattr__(self, "window", self.given_window or max(256, -(-8192 // self.group)))
 
     @property
@@ -221,13 +222,8 @@ def _reach(lengths: Ints, tokens: int) -> int:
 def _plan_first(held: Pieces, layout: _Layout, random: np.random.Generator) -> tuple[_Window, Pieces]:
     """A window of the first that are held, and the others."""
     packs, large = layout.window * layout.group, np.cumsum(2 * held.lengths > layout.max_tokens)
-    most, tokens = int(np.searchsorted(large, packs, "right")), packs * layout.max_tokens
-    count = min(_reach(held.lengths, tokens), most)
+    count = min(_reach(held.lengths, packs * layout.max_tokens), int(np.searchsorted(large, packs, "right")))
     planned, left = _plan_window(held.at(slice(0, count)), layout.window, layout, random)
-    missed = int(left.lengths.sum())
-    if missed > _MISSED * tokens:  # it would be the shortest, every time, so that later windows had more and more of them
-        count = min(_reach(held.lengths, tokens - missed), most)
-        planned, left = _plan_window(held.at(slice(0, count)), layout.window, layout, random)
     return planned, Pieces.join([left, held.at(slice(count, None))])
 
 

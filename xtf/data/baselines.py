@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from xtf.data.plan import Ints, Pieces, Plan, assemble
-from xtf.data.plan_input import TooLong, check_layout, cut, generator
+from xtf.data.plan_input import TooLong, check_count, check_layout, cut, generator
 
 
 def concatenate_and_cut(
@@ -45,7 +45,8 @@ def concatenate_and_cut(
     pack = begins[owner] // max_tokens + np.arange(len(owner)) - (np.cumsum(counts) - counts)[owner]
     starts = np.maximum(begins[owner], pack * max_tokens) - begins[owner]
     stops = np.minimum(ends[owner], (pack + 1) * max_tokens) - begins[owner]
-    return _in_order(Pieces(pieces.documents[owner], starts, stops), pack, max_tokens, data_ranks, accumulate, dropped)
+    full = int(ends[-1]) // (data_ranks * accumulate * max_tokens)  # that of the last, partly filled pack is none
+    return _in_order(Pieces(pieces.documents[owner], starts, stops), pack, max_tokens, data_ranks, accumulate, dropped, full)
 
 
 def greedy_packing(
@@ -111,8 +112,7 @@ def length_grouped(
         [[4], [4]]
     """
     check_layout(max_tokens, data_ranks, accumulate)
-    if window < 1:
-        raise ValueError(f"window is {window}, expected at least 1 step")
+    check_count("window", window)
     pieces, dropped = cut(lengths, max_tokens, too_long)
     random = generator(seed, "grouped")
     pieces = pieces.at(random.permutation(len(pieces.documents)))
@@ -138,7 +138,7 @@ def _next_fit(lengths: Ints, max_tokens: int) -> Ints:
     return np.array(packs, np.int64)
 
 
-def _in_order(pieces: Pieces, pack: Ints, max_tokens: int, ranks: int, accumulate: int, dropped: Ints) -> Plan:
+def _in_order(pieces: Pieces, pack: Ints, max_tokens: int, ranks: int, accumulate: int, dropped: Ints, full: int | None = None) -> Plan:
     """Packs in order, dealt to ranks in turn; the last step, where it is not full, has empty packs."""
     each = ranks * accumulate
     packs = int(pack.max(initial=-1)) + 1
@@ -147,7 +147,7 @@ def _in_order(pieces: Pieces, pack: Ints, max_tokens: int, ranks: int, accumulat
     return assemble(
         pieces,
         pack,
-        full=packs // each,
+        full=packs // each if full is None else full,
         count=-(-packs // each),
         max_tokens=max_tokens,
         ranks=ranks,

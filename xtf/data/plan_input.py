@@ -9,6 +9,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from xtf.data.cost import CostFunction, Floats
 from xtf.data.plan import Ints, Pieces
 
 TooLong = Literal["error", "drop", "split"]
@@ -25,8 +26,29 @@ def generator(seed: int, use: str) -> np.random.Generator:
 def check_layout(max_tokens: int, data_ranks: int, accumulate: int) -> None:
     """Raise for sizes that no plan has."""
     for name, value in (("max_tokens", max_tokens), ("data_ranks", data_ranks), ("accumulate", accumulate)):
-        if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1:  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise ValueError(f"{name} is {value!r}, expected an integer of at least 1")
+        check_count(name, value)
+
+
+def check_count(name: str, value: int) -> None:
+    """Raise for what is no integer of at least 1."""
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1:  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ValueError(f"{name} is {value!r}, expected an integer of at least 1")
+
+
+def checked_cost(cost: CostFunction) -> CostFunction:
+    """The cost, which raises where it does not give one finite number above 0 for each document."""
+
+    def checked(lengths: Ints) -> Floats:
+        each = np.asarray(cost(lengths), np.float64)
+        if each.shape != lengths.shape:
+            raise ValueError(f"cost gave the shape {each.shape} for {lengths.shape} lengths, expected one cost for each document")
+        wrong = np.flatnonzero(~np.isfinite(each) | (each < 0) | ((each == 0) & (lengths > 0)))
+        if len(wrong):
+            at = int(wrong[0])
+            raise ValueError(f"cost gave {each[at]} for a document of {int(lengths[at])} tokens, expected a finite number above 0")
+        return each
+
+    return checked
 
 
 def cut(lengths: Sequence[int] | npt.NDArray[Any], max_tokens: int, too_long: TooLong, *, first: int = 0) -> tuple[Pieces, Ints]:
