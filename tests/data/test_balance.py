@@ -61,6 +61,12 @@ def test_every_document_once_and_no_pack_over_the_limit(lengths: list[int], layo
     assert balance.lockstep >= balance.imbalance - 1e-12 and balance.micro >= balance.imbalance - 1e-12
 
 
+def test_no_pack_is_left_empty_where_they_are_nearly_full() -> None:
+    """What is missing to full packs is not missing from one of them alone."""
+    lengths = np.random.default_rng(560).choice([4, 6], 201)
+    check_packs(plan_batches(lengths, max_tokens=LIMIT, data_ranks=4, accumulate=2, window=1), lengths.tolist())
+
+
 @given(long_sizes, layouts)
 def test_long_documents_are_split_or_dropped(lengths: list[int], layout: dict[str, Any]) -> None:
     plan = plan_batches(lengths, max_tokens=LIMIT, too_long="split", **layout)

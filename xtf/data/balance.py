@@ -92,9 +92,9 @@ def stream_batches(
     """`plan_batches` for documents that come one after another: steps of a window go out as soon as it is known.
 
     What `plan_batches` keeps for all documents, this keeps inside a window: the order of steps is random there, and it is up to the
-    source to come in random order beyond. Less than two windows of tokens are held. Documents are
-    numbered as they come. The steps are a pure function of the arguments and the lengths: a resumed run skips those that are done,
-    ``itertools.islice(stream_batches(...), done, None)``.
+    source to come in random order beyond. Less than two windows of tokens are held, or three steps where a window is one. Documents
+    are numbered as they come. The steps are a pure function of the arguments and the lengths: a resumed run skips those that are
+    done, ``itertools.islice(stream_batches(...), done, None)``.
 
     Args:
         lengths: tokens of each document, any number of them; may be endless.

@@ -15,7 +15,6 @@ Floats = npt.NDArray[np.float64]
 
 _CLOSING = 0.08  # share of all tokens, of the shortest documents, that close the packs
 _VARIETY = 0.5  # how much of the usual mix of lengths stands beside a long document: 0 the shortest only, 1 as in any other pack
-_TIGHT = 0.98  # from this share of all room on, packs are filled as far as they hold
 
 
 def even_packs(lengths: Ints, cost: CostFunction, *, packs: int, group: int, max_tokens: int) -> Ints:
@@ -51,19 +50,18 @@ def even_packs(lengths: Ints, cost: CostFunction, *, packs: int, group: int, max
     tail = np.cumsum(tokens[::-1])[::-1]
     closing = int(np.searchsorted(-tail, -_CLOSING * float(tail[0]))) if len(tail) else 0
     budget, seeds = _budgets(tokens, each, closing, cost, packs, group, max_tokens)
-    level, alone = _level(tokens, packs, max_tokens)
+    room, alone = _levels(tokens, packs, max_tokens)
     seeds = max(seeds, alone)
     owner = np.full(len(tokens), -1, np.int64)
     owner[:seeds] = np.arange(seeds)
-    room = np.full(packs, level, np.int64)
-    room[:seeds] -= np.minimum(tokens[:seeds], level)
+    room[:seeds] -= tokens[:seeds]
     budget[:seeds] -= each[:seeds]
     closing = max(closing, seeds)
     rooms = room.tolist()
     owner[seeds:closing] = _spread(tokens[seeds:closing].tolist(), each[seeds:closing].tolist(), rooms, budget.tolist())
     owner[closing:] = _close(tokens[closing:].tolist(), rooms)
     missed = np.flatnonzero(owner < 0)
-    if level < max_tokens and len(missed):  # the rest of the room
+    if len(missed):  # the rest of the room, where packs were not filled to the brim
         held = np.bincount(owner[owner >= 0], tokens[owner >= 0], packs).astype(np.int64)
         owner[missed] = _close(tokens[missed].tolist(), (max_tokens - held).tolist())
     found = np.empty_like(owner)
@@ -130,19 +128,24 @@ def _budgets(tokens: Ints, each: Floats, closing: int, cost: CostFunction, packs
     return budget, seeds
 
 
-def _level(tokens: Ints, packs: int, max_tokens: int) -> tuple[int, int]:
-    """Up to how many tokens packs are filled, and how many of the longest documents have more and stand alone.
+def _levels(tokens: Ints, packs: int, max_tokens: int) -> tuple[Ints, int]:
+    """How many tokens each pack is filled to, (packs,), and how many of the longest documents have more and stand alone.
 
     Where documents are too few for the packs, as when no two fit together, filling packs to the brim would leave others
-    with one document. So they are filled as water would: all to one level.
+    with one document, or none. So they are filled as water would: all to one level. Together the packs then hold exactly
+    all tokens, and no document is longer than the level but those that stand alone; so none is left empty that a document could go to.
     """
-    if float(tokens.sum()) > _TIGHT * packs * max_tokens:
-        return max_tokens, 0
+    total = int(tokens.sum())
+    if total >= packs * max_tokens:
+        return np.full(packs, max_tokens, np.int64), 0
     longest = tokens[: packs - 1]
-    before = np.concatenate([[0], np.cumsum(longest)])
-    level = -(-(int(tokens.sum()) - before) // (packs - np.arange(len(before))))
-    alone = int(np.argmax(np.append(longest, 0)[: len(level)] <= level))
-    return min(max_tokens, int(level[alone])), alone
+    before = np.concatenate([np.zeros(1, np.int64), np.cumsum(longest)])
+    level, over = np.divmod(total - before, packs - np.arange(len(before)))
+    alone = int(np.argmax(np.append(longest, 0) <= level))
+    levels = np.full(packs, level[alone], np.int64)
+    levels[:alone] = tokens[:alone]
+    levels[alone : alone + int(over[alone])] += 1
+    return levels, alone
 
 
 def _spread(tokens: list[int], each: list[float], rooms: list[int], budget: list[float]) -> list[int]:
