@@ -84,7 +84,7 @@ class Config(LatentConfig):
             check_count(self, name, 0)
         if self.model_type not in ("deepseek_v3", "kimi_k2"):
             raise ValueError(f"model_type={self.model_type!r}; expected 'deepseek_v3' or 'kimi_k2'")
-        self.router  # noqa: B018  refuses what does not fit
+        sigmoid_router(self)  # refuses what does not fit
 
     @property
     def router(self) -> Router:
