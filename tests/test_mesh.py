@@ -141,18 +141,29 @@ def test_environment_starts_the_world() -> None:
     assert dist.is_initialized() and dist.get_backend() == "gloo"
 
 
-@pytest.mark.full
 def test_torchrun() -> None:
+    """And nothing holds a group that was taken down: its threads would, at the end of the interpreter, now and then abort it."""
     script = """
+import weakref
 import torch
+import torch.distributed as dist
 from xtf.mesh import mesh
-print(mesh(data=2, expert=-1)["data"].all_gather(torch.tensor([5])).tolist(), flush=True)
+made = mesh(data=2, expert=-1)
+print(made["data"].all_gather(torch.tensor([5])).tolist(), flush=True)
+import torch._dynamo
+group = weakref.ref(dist.group.WORLD)
+dist.destroy_process_group()
+print("gone" if group() is None else "held", flush=True)
+try:
+    made["data"].barrier()
+except RuntimeError as error:
+    print(error, flush=True)
 """
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--no-python"]
     command = [*launch, sys.executable, "-c", script]
     env = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=env, check=True)
-    assert done.stdout.count("[5, 5]") == 2
+    assert done.stdout.count("[5, 5]") == done.stdout.count("gone") == done.stdout.count("make a new mesh") == 2
 
 
 def _batch(rows: int) -> dict[str, Tensor]:

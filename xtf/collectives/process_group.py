@@ -8,11 +8,13 @@ to everyone). Both then move exactly what a ring would.
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn.functional as _  # noqa: F401  # its default arguments keep the group that is there when it is imported
 from torch import Tensor
 
 from xtf.collectives import Axis, Call
@@ -52,9 +54,11 @@ def connect() -> None:
 def builder() -> Callable[[Mesh, tuple[str, ...]], Axis]:
     """What makes the axes of a mesh over the world of torch.distributed.
 
-    A group is made once for each set of ranks; every rank of the set makes it at the same point of the program.
+    A group is made once for each set of ranks; every rank of the set makes it at the same point of the program. It is held weakly, for
+    torch.distributed holds it: a group that outlives ``destroy_process_group`` keeps its threads, and one that still lets go of a
+    tensor when the interpreter ends aborts the process ("terminate called without an active exception").
     """
-    groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+    groups: dict[tuple[int, ...], weakref.ref[dist.ProcessGroup]] = {}
 
     def build(mesh: Mesh, names: tuple[str, ...]) -> Axis:
         members = mesh.members(*names)
@@ -63,7 +67,7 @@ def builder() -> Callable[[Mesh, tuple[str, ...]], Axis]:
             whole = len(ranks) == dist.get_world_size()
             group = dist.group.WORLD if whole else dist.new_group(list(ranks), use_local_synchronization=True)
             assert isinstance(group, dist.ProcessGroup)
-            groups[ranks] = group
+            groups[ranks] = weakref.ref(group)
         return ProcessGroupAxis(mesh, names, members, groups[ranks])
 
     return build
@@ -74,19 +78,26 @@ class ProcessGroupAxis(Axis):
 
     Args:
         members: their ranks in the world, in axis order.
-        group: the process group over them. Its own order is that of the world ranks, which differs from the axis' order where
-            mesh axes are joined in another order than the mesh has.
+        group: the process group over them, see `builder`. Its own order is that of the world ranks, which differs from the axis'
+            order where mesh axes are joined in another order than the mesh has.
     """
 
-    def __init__(self, mesh: Mesh, names: tuple[str, ...], members: tuple[int, ...], group: dist.ProcessGroup) -> None:
+    def __init__(self, mesh: Mesh, names: tuple[str, ...], members: tuple[int, ...], group: weakref.ref[dist.ProcessGroup]) -> None:
         super().__init__(mesh, names, len(members), members.index(mesh.rank))
         self._members = members
-        self._group = group
-        self._gloo = dist.get_backend(group) == "gloo"
+        self._group_ref = group
+        self._gloo = dist.get_backend(self._group) == "gloo"
         by_rank = sorted(members)
         self._slots = [by_rank.index(rank) for rank in members]  # place in the group of each place on the axis
         self._places = [members.index(rank) for rank in by_rank]  # and back
         self._ordered = by_rank == list(members)
+
+    @property
+    def _group(self) -> dist.ProcessGroup:
+        group = self._group_ref()
+        if group is None:
+            raise RuntimeError(f"the axis {self.name!r} is of a torch.distributed that was taken down: make a new mesh")
+        return group
 
     def launch(self, call: Call) -> Callable[[], Tensor]:
         try:
