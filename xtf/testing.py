@@ -52,7 +52,7 @@ class Observation:
     """What one rank saw of a transformed step: all that a law compares."""
 
     coordinate: Mapping[str, int]
-    token_axes: tuple[str, ...]
+    row_axes: tuple[str, ...]
     sizes: Mapping[str, int]
     micros: tuple[Mapping[str, Tensor], ...]
     loss: Tensor
@@ -119,7 +119,7 @@ def check(
 def observe(mesh: Mesh | None, transform: Transform, model: Model, batch: Batch, optimizer: optim.Optimizer, seed: int) -> Observation:
     """Run a transformed step on this rank (of real or simulated ranks) and return what it did; `compare` judges it."""
     step = apply(transform, train_step(model, optimizer))
-    axes = [name for axis in step.token_axes for name in axis.names]
+    axes = [name for axis in step.row_axes for name in axis.names]
     part = split_batch(batch, mesh, axes=axes) if mesh is not None and axes else dict(batch)
     state = step.init(seed)
     loss, grads = step.value_and_grad(state.params, part)
@@ -128,7 +128,7 @@ def observe(mesh: Mesh | None, transform: Transform, model: Model, batch: Batch,
     new, metrics = step(state, part)
     return Observation(
         coordinate=dict(mesh.coordinate) if mesh is not None else {},
-        token_axes=tuple(axes),
+        row_axes=tuple(axes),
         sizes=dict(mesh.sizes) if mesh is not None else {},
         micros=tuple(step.split(part)),
         loss=loss,
@@ -283,8 +283,8 @@ def _factor(got: Tensor, want: Tensor, sizes: Mapping[str, int]) -> str:
 
 
 def _global_micros(seen: Sequence[Observation]) -> list[Batch]:
-    """The micro-batches of all ranks that hold distinct tokens, joined rank by rank."""
-    holders = [o for o in seen if all(at == 0 for axis, at in o.coordinate.items() if axis not in o.token_axes)]
+    """The micro-batches of all ranks that are given different rows, joined rank by rank."""
+    holders = [o for o in seen if all(at == 0 for axis, at in o.coordinate.items() if axis not in o.row_axes)]
     joined: list[Batch] = []
     for parts in zip(*(o.micros for o in holders), strict=True):
         keys = {key for part in parts for key in part}

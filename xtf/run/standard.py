@@ -19,7 +19,7 @@ from xtf.optim import Optimizer
 from xtf.run.recipe import Data, Evaluation, Files, Recipe, Schedule
 from xtf.run.training_data import DemoText, FileData
 from xtf.step import TrainStep
-from xtf.transforms import accumulate, chunk_loss, expert_parallel, precision, shard, swap_activations
+from xtf.transforms import accumulate, chunk_loss, context_parallel, expert_parallel, precision, shard, swap_activations
 
 Transform = Callable[[TrainStep], TrainStep]
 
@@ -261,6 +261,15 @@ def _expert_parallel(mesh: Mesh, value: str) -> Transform:
     return expert_parallel(mesh[name], overlap=int(parts or 1))
 
 
+def _context_parallel(mesh: Mesh, value: str) -> Transform:
+    name = value or "context"
+    if name not in mesh.sizes:
+        raise ValueError(
+            f"context_parallel={name}: the mesh has no axis {name}; it has {', '.join(mesh)}: give one, as --mesh data=-1,context=2"
+        )
+    return context_parallel(mesh[name])
+
+
 def _count(name: str, value: str) -> int:
     if not value.isdigit() or int(value) < 1:
         raise ValueError(f"{name}={value}: expected a number of at least 1, as {name}=2")
@@ -273,6 +282,7 @@ TRANSFORMS: dict[str, _Named] = {
     "accumulate": _Named(_accumulate, "micro-batches"),
     "swap_activations": _Named(_swap_activations, "nothing"),
     "expert_parallel": _Named(_expert_parallel, "an axis, by default expert, and after a slash the parts that overlap: expert/2"),
+    "context_parallel": _Named(_context_parallel, "an axis, by default context"),
     "precision": _Named(_precision, "bfloat16, float16 or float32"),
 }
 
