@@ -1,0 +1,86 @@
+"""Ring attention on simulated ranks is the plain attention of the whole sequence; and no buffer grows with its square."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests import memory
+from xtf import ring
+from xtf.mesh import Mesh, simulate
+from xtf.ops.partial import attend, attend_backward, blank
+from xtf.ops.reference import attention
+from xtf.ring import Ring
+from xtf.zigzag import zigzag
+
+
+def tensors(tokens: int, *shapes: tuple[int, int], dtype: torch.dtype = torch.float64) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(tokens, *shape, dtype=torch.float64, generator=generator).to(dtype) for shape in shapes]
+
+
+def errors(lengths: list[int], n: int, dv: int, window: int | None, sinks: bool, dtype: torch.dtype = torch.float64) -> list[float]:
+    """The largest differences of outputs and gradients, each over the largest value."""
+    ends = [0, *accumulate(lengths)]
+    q, k, v, dout = tensors(ends[-1], (4, 6), (2, 6), (2, dv), (4, dv), dtype=dtype)
+    sink = torch.linspace(-1, 2, 4, dtype=dtype) if sinks else None
+    inputs = [t.double().clone().requires_grad_() for t in (q, k, v, *([sink] if sink is not None else []))]
+    bounds = torch.tensor(ends, dtype=torch.int32)
+    whole = attention(inputs[0], inputs[1], inputs[2], bounds, scale=0.4, window=window, sinks=inputs[3] if sinks else None)
+    wanted = [whole.detach(), *torch.autograd.grad(whole, inputs, dout.double())]
+
+    def rank(mesh: Mesh) -> Any:
+        axis, shares = mesh["context"], zigzag(ends, n)
+        at, around = shares.tokens(axis.index), Ring(axis, shares, 0.4, window)
+        a, b, c = (t[at] for t in (q, k, v))
+        seen = ring.forward(around, ring.start(around, b, c), a, b, c, sink)
+        *grads, dsinks = ring.backward(around, ring.start(around, b, c), a, b, c, seen, dout[at], sink)
+        assert {t.dtype for t in (seen.out, *grads)} == {dtype}
+        return at, [seen.out, *grads], dsinks
+
+    ranks = simulate(rank, context=n)
+    found = [torch.empty_like(t) for t in wanted[:4]]
+    for at, parts, _ in ranks:
+        for into, part in zip(found, parts, strict=True):
+            into[at] = part.double()
+    if sinks:
+        found.append(torch.stack([dsinks.double() for _, _, dsinks in ranks]).sum(0))
+    return [float((a - b).abs().max() / b.abs().max()) for a, b in zip(found, wanted, strict=True)]
+
+
+@pytest.mark.parametrize("lengths", [[40], [1, 1, 1], [1, 30, 2, 1, 17, 5, 64], [300, 1, 7], [13] * 6], ids=str)
+@pytest.mark.parametrize(
+    ("dv", "window", "sinks"), [(6, None, False), (3, None, True), (6, 7, True), (6, 100, False), (3, 1, False), (3, 20, True)]
+)
+def test_it_is_the_attention_of_the_whole_sequence(lengths: list[int], dv: int, window: int | None, sinks: bool) -> None:
+    for n in (1, 2, 3, 5):
+        assert max(errors(lengths, n, dv, window, sinks)) < 1e-13
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 2e-6), (torch.bfloat16, 2e-2)])
+def test_lower_precision(dtype: torch.dtype, bound: float) -> None:
+    for dv, window in ((6, None), (3, None), (6, 9)):
+        assert max(errors([1, 130, 40], 3, dv, window, True, dtype)) < bound
+
+
+@pytest.mark.parametrize(("dv", "window"), [(64, None), (32, None), (64, 100)])
+def test_no_buffer_grows_with_the_square_of_a_sequence(dv: int, window: int | None) -> None:
+    """Live bytes at most of a forward and a backward against keys of other ranks: twice the tokens, at most little more than twice."""
+
+    def peak(tokens: int) -> int:
+        shares = zigzag([0, tokens], 2)
+        q, k, v, dout = (t[shares.tokens(0)] for t in tensors(tokens, (2, 64), (1, 64), (1, dv), (2, dv), dtype=torch.float32))
+        with memory.Live() as live:
+            out, lse = blank(q, v)
+            for other in (0, 1):
+                attend(out, lse, q, k, v, shares.blocks(0, other, window), scale=0.1, window=window)
+            dq, dk, dv_ = (torch.zeros_like(t) for t in (q, k, v))
+            for other in (0, 1):
+                attend_backward(dq, dk, dv_, dout, q, k, v, out, lse, shares.blocks(0, other, window), scale=0.1, window=window)
+        return live.most
+
+    assert peak(8192) < 2.1 * peak(4096)
