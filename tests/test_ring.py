@@ -24,7 +24,7 @@ def tensors(tokens: int, *shapes: tuple[int, int], dtype: torch.dtype = torch.fl
 
 
 def errors(lengths: list[int], n: int, dv: int, window: int | None, sinks: bool, dtype: torch.dtype = torch.float64) -> list[float]:
-    """The largest differences of outputs and gradients, each over the largest value."""
+    """The largest differences of the output and of each gradient, over its largest value."""
     ends = [0, *accumulate(lengths)]
     q, k, v, dout = tensors(ends[-1], (4, 6), (2, 6), (2, dv), (4, dv), dtype=dtype)
     sink = torch.linspace(-1, 2, 4, dtype=dtype) if sinks else None
@@ -49,7 +49,8 @@ def errors(lengths: list[int], n: int, dv: int, window: int | None, sinks: bool,
             into[at] = part.double()
     if sinks:
         found.append(torch.stack([dsinks.double() for _, _, dsinks in ranks]).sum(0))
-    return [float((a - b).abs().max() / b.abs().max()) for a, b in zip(found, wanted, strict=True)]
+    floor = 0.1 * max(t.abs().max() for t in wanted)  # the gradients of queries that see one key are nothing but rounding
+    return [float((a - b).abs().max() / b.abs().max().clamp_min(floor)) for a, b in zip(found, wanted, strict=True)]
 
 
 @pytest.mark.parametrize("lengths", [[40], [1, 1, 1], [1, 30, 2, 1, 17, 5, 64], [300, 1, 7], [13] * 6], ids=str)
