@@ -85,3 +85,19 @@ def test_no_buffer_grows_with_the_square_of_a_sequence(dv: int, window: int | No
         return live.most
 
     assert peak(8192) < 2.1 * peak(4096)
+
+
+@pytest.mark.parametrize(("dv", "window"), [(6, None), (3, None), (6, 9)])
+def test_without_values_it_has_the_shapes_of_its_results(dv: int, window: int | None) -> None:
+    """As where memory is planned: blocks follow from the lengths of documents alone."""
+
+    def rank(mesh: Mesh) -> None:
+        shares = zigzag([0, 130, 131], 2)
+        around = Ring(mesh["context"], shares, 0.4, window)
+        rows = shares.counts[mesh["context"].index]
+        q, k, v = (torch.empty(rows, *shape, device="meta") for shape in ((4, 6), (2, 6), (2, dv)))
+        seen = ring.forward(around, ring.start(around, k, v), q, k, v)
+        dq, dk, dv_, _ = ring.backward(around, ring.start(around, k, v), q, k, v, seen, torch.empty_like(seen.out))
+        assert [t.shape for t in (*seen, dq, dk, dv_)] == [(rows, 4, dv), (rows, 4), q.shape, k.shape, v.shape]
+
+    simulate(rank, context=2)

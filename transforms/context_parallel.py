@@ -107,19 +107,21 @@ def _own_tokens(consts: Mapping[str, Any], axis: Axis) -> dict[str, Any]:
     _check_same(consts, axis)
     ends: list[int] = consts["cu_seqlens"].tolist()
     shares = zigzag(ends, axis.size)
-    tokens = shares.tokens(axis.index).to(consts["cu_seqlens"].device)
+    tokens = shares.tokens(axis.index).to(consts["input_ids"].device)
 
     def own(name: str, value: Any) -> Any:
         per_token = name not in PER_DOCUMENT and isinstance(value, Tensor) and value.shape[:1] == (ends[-1],)
         return value.index_select(0, tokens) if per_token else value
 
-    bounds = torch.tensor([0, shares.counts[axis.index]], dtype=torch.int32, device=tokens.device)
+    bounds = torch.tensor([0, shares.counts[axis.index]], dtype=torch.int32, device=consts["cu_seqlens"].device)
     return {name: own(name, value) for name, value in consts.items()} | {"cu_seqlens": bounds, _SHARES: shares}
 
 
 def _check_same(consts: Mapping[str, Any], axis: Axis) -> None:
     """Refuse rows that differ from rank to rank: what is trained on would be pieces of different sequences."""
-    total = torch.zeros((), dtype=torch.int64, device=consts["cu_seqlens"].device)
+    if consts["input_ids"].is_meta:  # no values, as where memory is planned
+        return
+    total = torch.zeros((), dtype=torch.int64, device=consts["input_ids"].device)
     for name in ("input_ids", "positions", "targets", "weights", "cu_seqlens"):
         value: Tensor = consts[name]
         bits = value.double().view(torch.int64) if value.is_floating_point() else value.long()

@@ -82,11 +82,9 @@ def test_laws_matrix(context: int, data: int, model: str) -> None:
         "layout": [{"data": data, "context": context}],
         "model": [model],
         "batch": laws.ALL_BATCHES,
-        "chunk": (7, None),
         "micros": (None, 2),
-        "sharded": (True, False),
     }
-    for row in laws.crossed(every, order=(0, 3, 11, 17), optimizer=("adamw", "muon")):
+    for row in laws.crossed(every, chunk=(7, None), sharded=(True, False), order=range(24), optimizer=("adamw", "muon")):
         laws.case(**row).check()
 
 

@@ -26,6 +26,8 @@ from xtf.zigzag import Block
 
 _BLOCK = 128  # queries at a time where the flash kernel does not serve
 
+_FLASH = ("cpu", "meta")  # devices of the kernel; tensors without values stand for those of a CPU
+
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
@@ -153,7 +155,7 @@ def _finite(logsumexp: Tensor) -> Tensor:
 def _flash_serves(q: Tensor, v: Tensor, block: Block, window: int | None) -> bool:
     rows, keys = block.queries.stop - block.queries.start, block.keys.stop - block.keys.start
     triangle = block.ahead == 0 and rows == keys and (window is None or window >= rows)
-    return q.is_cpu and q.shape[2] == v.shape[2] and (block.ahead is None or triangle)
+    return q.device.type in _FLASH and q.shape[2] == v.shape[2] and (block.ahead is None or triangle)
 
 
 def _parts(block: Block, window: int | None, device: torch.device) -> Iterator[tuple[slice, slice, Tensor | None]]:
