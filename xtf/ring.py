@@ -4,7 +4,7 @@ Liu et al. 2023, "Ring Attention with Blockwise Transformers for Near-Infinite C
 and values that it has, and computes with what came at the hop before; parts are put together by their softmaxes' sums (`xtf.ops.partial`).
 The next hop is started before the block in hand is computed with, so that it is under way meanwhile. Backward, keys and values
 travel again, and their gradients follow one hop behind: each rank adds its part and passes them on, and the last hop brings them
-home while the rank's own block is computed. No rank ever has more than two ranks' keys and values.
+home while the rank's own block is computed. Beside its own a rank has two blocks at most: that in hand and that which comes.
 
 Per call a rank sends, with M the most tokens of a rank, in forward ``(n - 1) × M × kv_heads × (D + Dv)`` values of the keys' dtype; in
 backward as many again, and as many in at least float32 for the gradients.
