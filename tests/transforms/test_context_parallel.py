@@ -24,12 +24,12 @@ from xtf.stage import Params, Program, Stage, Values
 from xtf.step import TrainStep, compose, train_step
 from xtf.transforms import accumulate, chunk_loss, context_parallel, expert_parallel, shard, swap_activations
 
-LAYOUTS = [{"context": 2}, {"data": 2, "context": 2}, {"context": 3}, {"context": 2, "replicate": 2}]
+LAYOUTS = [{"context": 2}, {"data": 2, "context": 2}, {"context": 3}]
 MODELS = ("llama", "qwen3_moe", "deepseek_v3", "moe_step")
 FACTORS: dict[str, Any] = {
     "layout": LAYOUTS,
     "model": MODELS,
-    "batch": ("documents", "lengths", "weights"),
+    "batch": ("documents", "lengths"),
     "micros": (None, 2),
     "chunk": (7, None),
     "sharded": (True, False),
@@ -57,15 +57,19 @@ def test_laws_with_experts_over_another_axis_or_the_same(case: laws.Case) -> Non
 
 
 UNCOMMON: dict[str, Any] = {
-    "layout": [{"context": 4}, {"context": 8}, {"context": 1}],
-    "batch": ("one_rank", "ignored", "row", "token", "few", "lengths", "plain"),
-    "chunk": (7, None),
+    "layout": [{"context": 4}, {"context": 8}],
+    "batch": ("one_rank", "ignored", "token", "few", "lengths", "weights"),
 }
 
 
 @pytest.mark.parametrize("case", [laws.case(**row, model="tiny") for row in laws.pairwise(**UNCOMMON)], ids=str)
 def test_laws_with_fewer_tokens_than_ranks_and_ranks_without_targets(case: laws.Case) -> None:
     case.check()
+
+
+def test_laws_of_one_rank_and_of_replicas() -> None:
+    for layout in ({"context": 1}, {"context": 2, "replicate": 2}):
+        laws.case(layout=layout, model="tiny", batch="lengths", chunk=7).check()
 
 
 @pytest.mark.parametrize("dispatcher", [None, "deduplicated"])
