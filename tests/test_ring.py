@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from itertools import accumulate
 from typing import Any
 
@@ -12,10 +13,11 @@ from torch import Tensor
 from tests import memory
 from xtf import ring
 from xtf.mesh import Mesh, simulate
+from xtf.ops import partial_cuda
 from xtf.ops.partial import attend, attend_backward, blank
 from xtf.ops.reference import attention
 from xtf.ring import Ring
-from xtf.zigzag import zigzag
+from xtf.zigzag import Block, zigzag
 
 
 def tensors(tokens: int, *shapes: tuple[int, int], dtype: torch.dtype = torch.float64) -> list[Tensor]:
@@ -101,3 +103,80 @@ def test_without_values_it_has_the_shapes_of_its_results(dv: int, window: int | 
         assert [t.shape for t in (*seen, dq, dk, dv_)] == [(rows, 4, dv), (rows, 4), q.shape, k.shape, v.shape]
 
     simulate(rank, context=2)
+
+
+def _segments(bounds: Tensor, keys: Tensor, causal: bool) -> list[Block]:
+    """The blocks of two packed sequences."""
+    ends, theirs = bounds.tolist(), keys.tolist()
+    return [Block(slice(a, b), slice(c, d), 0 if causal else None) for a, b, c, d in zip(ends, ends[1:], theirs, theirs[1:], strict=False)]
+
+
+def _kernel(
+    q: Tensor, k: Tensor, v: Tensor, cu: Tensor, cu_k: Tensor, n: int, m: int, p: float, causal: bool, debug: bool, scale: float
+) -> Any:
+    """In the place of FlashAttention's forward: its signature, and the CPU's numbers."""
+    assert (n, m, p) == (int(cu.diff().max()), int(cu_k.diff().max()), 0.0) and not debug and q.shape[2] == v.shape[2]
+    assert cu.dtype == cu_k.dtype == torch.int32 and all(t.is_contiguous() for t in (q, k, v))
+    out, lse = blank(q, v)
+    attend(out, lse, q, k, v, _segments(cu, cu_k, causal), scale=scale)
+    return out.to(q.dtype), lse.T.contiguous(), torch.zeros(2), torch.zeros(0), torch.zeros(0)
+
+
+def _kernel_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    cu: Tensor,
+    cu_k: Tensor,
+    n: int,
+    m: int,
+    p: float,
+    *rest: Any,
+    scale: float,
+) -> Any:
+    assert lse.is_contiguous() and all(t.is_contiguous() for t in (dout, q, k, v, out)) and p == 0.0
+    dq, dk, dv = (torch.zeros(t.shape) for t in (q, k, v))
+    attend_backward(dq, dk, dv, dout, q, k, v, out, lse.T, _segments(cu, cu_k, rest[0]), scale=scale)
+    return tuple(t.to(q.dtype) for t in (dq, dk, dv))
+
+
+@pytest.mark.parametrize(("dv", "sinks"), [(6, False), (3, True)])
+def test_on_gpus_one_launch_has_all_blocks(dv: int, sinks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the CPU's kernels in the place of FlashAttention's."""
+    launches = list[int]()
+
+    def serves(q: Tensor, v: Tensor, blocks: list[Block], window: int | None) -> bool:
+        return threading.get_ident() not in inside and window is None and len({block.ahead for block in blocks}) == 1
+
+    def outside(fn: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            launches.append(len(args[6 if len(args) > 11 else 3]) - 1)
+            inside.add(threading.get_ident())
+            try:
+                return fn(*args, **kwargs)
+            finally:
+                inside.remove(threading.get_ident())
+
+        return call
+
+    inside = set[int]()
+    monkeypatch.setattr(partial_cuda, "serves", serves)
+    monkeypatch.setattr(partial_cuda, "_forward", outside(_kernel))
+    monkeypatch.setattr(partial_cuda, "_backward", outside(_kernel_backward))
+    assert max(errors([1, 130, 40, 3, 77], 3, dv, None, sinks, torch.bfloat16)) < 2e-2
+    assert len(launches) == 2 * 3 * 3 and max(launches) == 5
+
+
+def test_on_gpus_calls_fit_the_kernels() -> None:
+    """Names, arguments and shapes, on tensors without values."""
+    blocks = zigzag([0, 50, 60], 2).blocks(1, 0)
+    q, k, v = (torch.empty(30, *shape, dtype=torch.bfloat16, device="meta") for shape in ((4, 16), (2, 16), (2, 8)))
+    rows, out, lse = partial_cuda.attend(q, k, v, blocks, 0.2)
+    assert (out.shape, lse.shape, out.dtype, lse.dtype) == ((len(rows), 4, 8), (len(rows), 4), torch.bfloat16, torch.float32)
+    wide, lse = blank(q, v)
+    dq, dk, dv = (torch.zeros(t.shape, device="meta") for t in (q, k, v))
+    partial_cuda.attend_backward(dq, dk, dv, wide.bfloat16(), q, k, v, wide.bfloat16(), lse, blocks, 0.2)
+    assert not partial_cuda.serves(q, v, blocks, None)  # no GPU

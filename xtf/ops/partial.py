@@ -5,10 +5,10 @@ Attention over keys in two parts is, with o and l the output and the logarithm o
 Gimelshein 2018, "Online normalizer calculation for softmax"). Given the whole o and l, the gradients of each part follow from that part
 alone (Dao 2023, "FlashAttention-2").
 
-On the CPU torch's flash kernel serves where a query sees all keys of a block or those up to itself; where it does not (windows, value
-heads of another size, other devices) queries go `_BLOCK` at a time against the keys that they see. No buffer grows with the square of a
-sequence. Sums over parts are in at least float32. These are plain functions without a derivative of their own: not for
-``torch.func``, and not to be compiled.
+On the CPU torch's flash kernel serves where a query sees all keys of a block or those up to itself, on GPUs FlashAttention
+(`xtf.ops.partial_cuda`); where they do not (windows, on the CPU value heads of another size, on GPUs 32 bits) queries go `_BLOCK` at a time
+against the keys that they see. No buffer grows with the square of a sequence. Sums over parts are in at least float32. These are plain
+functions without a derivative of their own: not for ``torch.func``, and not to be compiled.
 
 Dims: Q rows of queries, K rows of keys, D head size, Dv value head size; heads is a multiple of kv_heads.
 """
@@ -22,6 +22,7 @@ from einops import rearrange
 from jaxtyping import Float
 from torch import Tensor
 
+from xtf.ops import partial_cuda
 from xtf.zigzag import Block
 
 _BLOCK = 128  # queries at a time where the flash kernel does not serve
@@ -59,6 +60,9 @@ def attend(
         scale: factor on the scores.
         window: how many tokens back, itself included, a token sees.
     """
+    if partial_cuda.serves(q, v, blocks, window):
+        _merge(out, logsumexp, *partial_cuda.attend(q, k, v, blocks, scale))
+        return
     for block in blocks:
         if _flash_serves(q, v, block, window):
             group = q.shape[1] // k.shape[1]
@@ -104,6 +108,9 @@ def attend_backward(
         q, k, v: see `attend`; so are ``blocks``, ``scale`` and ``window``.
         out: (Q, heads, value head size), over all keys; of the dtype of ``q``. ``logsumexp``: (Q, heads), over all keys.
     """
+    if partial_cuda.serves(q, v, blocks, window):
+        partial_cuda.attend_backward(dq, dk, dv, dout, q, k, v, out, logsumexp, blocks, scale)
+        return
     group = q.shape[1] // max(k.shape[1], 1)
     for block in blocks:
         if _flash_serves(q, v, block, window):
@@ -138,7 +145,7 @@ def attend_backward(
             dv[keys] += torch.einsum("kgqs,qkgd->skd", weights, grad)
 
 
-def _merge(out: Tensor, logsumexp: Tensor, rows: slice, o: Tensor, lse: Tensor) -> None:
+def _merge(out: Tensor, logsumexp: Tensor, rows: slice | Tensor, o: Tensor, lse: Tensor) -> None:
     """Put what these rows saw beside what they had seen."""
     had = logsumexp[rows]
     total = torch.logaddexp(had, lse.to(had.dtype))
