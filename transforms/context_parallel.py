@@ -46,7 +46,7 @@ def context_parallel(axis: Axis) -> Callable[[TrainStep], TrainStep]:
     rank.) Packed documents, windows, sinks, grouped queries and value heads of another size are those of `xtf.ops.Attention`.
 
     **Memory.** An attention keeps x, the mixed values and their softmax's sums, of this rank's tokens; q, k and v are projected again in
-    backward. Beyond that a rank has the keys and values of two others at a time: activations are 1/n of the plain step's.
+    backward. Beyond that a rank has the keys and values of two others at a time: activations are little more than 1/n of the plain step's.
 
     **Bytes** that a rank sends per layer and micro-batch, with M = ⌈tokens ÷ n⌉ and W = kv_heads × (D + Dv): ``(n - 1) × M × W`` values in
     forward; in backward as many, and ``(n - 1) × M × W`` of at least float32. (Latent attention sends its expanded heads.) Per micro-batch

@@ -138,7 +138,7 @@ def show(recipe: Recipe, launch: Launch, console: Console) -> None:
     facts.add_row("  steps", f"{schedule.steps:,}: {schedule.steps * rows * seq:,} tokens")
     console.print("\ndata and schedule", style="bold")
     console.print(facts, highlight=False, markup=False)
-    ranks = recipe.step.row_axis.size if recipe.step.row_axis is not None else 1
+    ranks = recipe.step.token_axis.size if recipe.step.token_axis is not None else 1
     ids = torch.empty(-(-rows // ranks), seq, dtype=torch.int64, device="meta")
     micro = recipe.step.split({"input_ids": ids, "labels": ids})
     tokens = micro[0]["input_ids"].numel()
