@@ -17,6 +17,7 @@ from jaxtyping import Float, Int, Int32
 from torch import Tensor
 
 from xtf.checkpoint_map import Named, Source
+from xtf.joint import keep
 from xtf.models import hf
 from xtf.models.rope import Rope, rotate, rotate_first
 from xtf.ops import Ops
@@ -268,9 +269,14 @@ def attention(
         turn = rotate if config.rotary_dim == size else rotate_first
         fn = attention_fn(size, config.rms_norm_eps, window, head_norms, ops, turn)
         consts = ("cos", "sin", "cu_seqlens")
-        return (Stage(name, "attention", fn, (key, "attention", window), _own(name, specs), ("x",), ("x",), consts),)
+        own = _own(name, specs)
+        return (Stage(name, "attention", fn, (key, "attention", window), own, ("x",), ("x",), consts, named=ATTENTION),)
 
     return Part("attention", specs, sources, stages)
+
+
+ATTENTION = ("qkv", "attention")
+"""What attention stages name (`xtf.joint.keep`): queries, keys and values as they meet, and what comes of them."""
 
 
 def attention_fn(
@@ -297,7 +303,8 @@ def attention_fn(
         h = rms_norm(x, params["norm"], eps)
         q, k, v = (rearrange(linear(params, name, h), "T (heads D) -> T heads D", D=size) for name in ("q", "k", "v"))
         q, k = (turn(head_norm(params, name, t), cos, sin) for name, t in (("q_norm", q), ("k_norm", k)))
-        mixed = ops.attention(q, k, v, cu_seqlens, scale=size**-0.5, window=window, sinks=params.get("sinks"))
+        q, k, v = (keep("qkv", t) for t in (q, k, v))
+        mixed = keep("attention", ops.attention(q, k, v, cu_seqlens, scale=size**-0.5, window=window, sinks=params.get("sinks")))
         return (x + linear(params, "o", rearrange(mixed, "T heads D -> T (heads D)")),)
 
     return fn
@@ -321,7 +328,7 @@ def mlp(config: DecoderConfig, layer: int, leaves: Leaves, *, bias: bool = False
 
     def stages(ops: Ops, key: Hashable) -> tuple[Stage, ...]:
         name = f"layers.{layer}.mlp"
-        return (Stage(name, "mlp", mlp_fn(config.rms_norm_eps), (key, "mlp"), _own(name, specs), ("x",), ("x",)),)
+        return (Stage(name, "mlp", mlp_fn(config.rms_norm_eps), (key, "mlp"), _own(name, specs), ("x",), ("x",), named=("gate_up",)),)
 
     return Part("mlp", specs, sources, stages)
 
@@ -331,7 +338,8 @@ def mlp_fn(eps: float) -> StageFn:
 
     def fn(params: Params, x: Float[Tensor, "T H"]) -> tuple[Float[Tensor, "T H"]]:
         h = rms_norm(x, params["norm"], eps)
-        return (x + linear(params, "down", silu_mul(linear(params, "gate", h), linear(params, "up", h))),)
+        gate, up = (keep("gate_up", linear(params, name, h)) for name in ("gate", "up"))
+        return (x + linear(params, "down", silu_mul(gate, up)),)
 
     return fn
 

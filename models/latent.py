@@ -18,7 +18,8 @@ from jaxtyping import Float, Int32
 from torch import Tensor
 
 from xtf.checkpoint_map import Named, Source
-from xtf.models.common import DecoderConfig, Leaves, Part, check_count, linear, rms_norm
+from xtf.joint import keep
+from xtf.models.common import ATTENTION, DecoderConfig, Leaves, Part, check_count, linear, rms_norm
 from xtf.models.hf import check_flag
 from xtf.models.rope import rotate, rotate_pairs, score_scaling
 from xtf.ops import Ops
@@ -108,7 +109,9 @@ def latent_attention(config: LatentConfig, layer: int, leaves: Leaves) -> Part:
         name = f"layers.{layer}.attention"
         own = {leaf: f"{name}.{leaf}" for leaf in specs}
         consts = ("cos", "sin", "cu_seqlens")
-        return (Stage(name, "attention", latent_attention_fn(config, ops), (key, "attention"), own, ("x",), ("x",), consts),)
+        return (
+            Stage(name, "attention", latent_attention_fn(config, ops), (key, "attention"), own, ("x",), ("x",), consts, named=ATTENTION),
+        )
 
     return Part("attention", specs, {leaf: sources[leaf] for leaf in specs}, stages)
 
@@ -143,7 +146,8 @@ def latent_attention_fn(config: LatentConfig, ops: Ops) -> StageFn:
         k_fixed, v = rearrange(expanded, "T (heads D) -> T heads D", heads=heads).split([fixed, config.v_head_dim], -1)
         k_turned = turn(k_turned.unsqueeze(1), cos, sin).expand(-1, heads, -1)
         q, k = torch.cat([q_fixed, turn(q_turned, cos, sin)], -1), torch.cat([k_fixed, k_turned], -1)
-        mixed = ops.attention(q, k, v.contiguous(), cu_seqlens, scale=scale)
+        q, k, v = (keep("qkv", t) for t in (q, k, v.contiguous()))
+        mixed = keep("attention", ops.attention(q, k, v, cu_seqlens, scale=scale))
         return (x + linear(params, "o", rearrange(mixed, "T heads D -> T (heads D)")),)
 
     return fn
