@@ -18,6 +18,7 @@ from torch import Tensor
 
 from xtf.attention import Project, attention_stage
 from xtf.checkpoint_map import Named, Source
+from xtf.joint import keep
 from xtf.models import hf
 from xtf.models.rope import Rope, rotate, rotate_first
 from xtf.ops import Ops
@@ -318,7 +319,7 @@ def mlp(config: DecoderConfig, layer: int, leaves: Leaves, *, bias: bool = False
 
     def stages(ops: Ops, key: Hashable) -> tuple[Stage, ...]:
         name = f"layers.{layer}.mlp"
-        return (Stage(name, "mlp", mlp_fn(config.rms_norm_eps), (key, "mlp"), _own(name, specs), ("x",), ("x",)),)
+        return (Stage(name, "mlp", mlp_fn(config.rms_norm_eps), (key, "mlp"), _own(name, specs), ("x",), ("x",), named=("gate_up",)),)
 
     return Part("mlp", specs, sources, stages)
 
@@ -328,7 +329,8 @@ def mlp_fn(eps: float) -> StageFn:
 
     def fn(params: Params, x: Float[Tensor, "T H"]) -> tuple[Float[Tensor, "T H"]]:
         h = rms_norm(x, params["norm"], eps)
-        return (x + linear(params, "down", silu_mul(linear(params, "gate", h), linear(params, "up", h))),)
+        gate, up = (keep("gate_up", linear(params, name, h)) for name in ("gate", "up"))
+        return (x + linear(params, "down", silu_mul(gate, up)),)
 
     return fn
 

@@ -5,7 +5,8 @@ from xtf.transforms.chunk_loss import chunk_loss
 from xtf.transforms.context_parallel import context_parallel
 from xtf.transforms.expert_parallel import expert_parallel
 from xtf.transforms.precision import precision
+from xtf.transforms.remat import remat
 from xtf.transforms.shard import shard
 from xtf.transforms.swap_activations import swap_activations
 
-__all__ = ["accumulate", "chunk_loss", "context_parallel", "expert_parallel", "precision", "shard", "swap_activations"]
+__all__ = ["accumulate", "chunk_loss", "context_parallel", "expert_parallel", "precision", "remat", "shard", "swap_activations"]

@@ -47,6 +47,7 @@ def context_parallel(axis: Axis) -> Callable[[TrainStep], TrainStep]:
 
     **Memory.** An attention keeps x, the mixed values and their softmax's sums, of this rank's tokens; q, k and v are projected again in
     backward. Beyond that a rank has the keys and values of two others at a time: activations are little more than 1/n of the plain step's.
+    `remat` decides for all other stages.
 
     **Bytes** that a rank sends per layer and micro-batch, with M = ⌈tokens ÷ n⌉ and W = kv_heads × (D + Dv): ``(n - 1) × M × W`` values in
     forward; in backward as many, and ``(n - 1) × M × W`` of at least float32. (Latent attention sends its expanded heads.) Per micro-batch

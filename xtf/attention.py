@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from jaxtyping import Float, Int32
 from torch import Tensor
 
+from xtf.joint import keep
 from xtf.ops import Attention
 from xtf.stage import Params, Stage, StageFn
 from xtf.tree import Path
@@ -29,6 +30,7 @@ Output = Callable[[Params, Tensor, Tensor], Tensor]
 class AttentionStage(Stage):
     """The stage of a block's attention; made by `attention_stage`. It reads and writes ``x`` (T, H), and takes the constants ``cos``,
     ``sin`` and ``cu_seqlens``. A parameter that it calls ``sinks`` (heads,) goes to the op (`xtf.ops.Attention`).
+    It names (`xtf.joint.keep`) queries, keys and values as they meet ``"qkv"``, and what comes of them ``"attention"``.
 
     Args:
         project: what comes before.
@@ -77,6 +79,7 @@ def attention_stage(
         ("x",),
         ("x",),
         ("cos", "sin", "cu_seqlens"),
+        named=("qkv", "attention"),
         project=project,
         output=output,
         after=after,
@@ -97,8 +100,8 @@ def attention_fn(op: Attention, project: Project, output: Output, *, scale: floa
         sin: Float[Tensor, "T half"],
         cu_seqlens: Int32[Tensor, " bounds"],
     ) -> tuple[Float[Tensor, "T H"]]:
-        q, k, v = project(params, x, cos, sin)
-        mixed = op(q, k, v, cu_seqlens, scale=scale, window=window, sinks=params.get("sinks"))
+        q, k, v = (keep("qkv", t) for t in project(params, x, cos, sin))
+        mixed = keep("attention", op(q, k, v, cu_seqlens, scale=scale, window=window, sinks=params.get("sinks")))
         return (output(params, x, mixed),)
 
     return fn

@@ -194,7 +194,8 @@ class TrainStep:
             return whole(fn, key if isinstance(key, Rows) else Rows(key))  # parts differ in length from batch to batch
 
         lower: Lower = in_parts if self.parts > 1 else whole
-        return tuple(s.rule(s.fn, s.key, lower) if isinstance(s, Stage) else None for s in self.program)
+        keys = {s.name: Rows(s.key) if self.parts > 1 else s.key for s in self.program if isinstance(s, Stage)}
+        return tuple(s.rule(s.fn, keys[s.name], lower) if isinstance(s, Stage) else None for s in self.program)
 
     def plan(self, layout: Layout = (1,)) -> Plan:
         """What the walk runs on a micro-batch: the program and its pairs, in the parts of ``layout`` (`xtf.overlap`)."""

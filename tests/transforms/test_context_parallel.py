@@ -22,7 +22,7 @@ from xtf.models import from_hf
 from xtf.ops.reference import REFERENCE
 from xtf.stage import Params, Program, Stage, Values
 from xtf.step import TrainStep, compose, train_step
-from xtf.transforms import accumulate, chunk_loss, context_parallel, expert_parallel, shard, swap_activations
+from xtf.transforms import accumulate, chunk_loss, context_parallel, expert_parallel, remat, shard, swap_activations
 
 LAYOUTS = [{"context": 2}, {"data": 2, "context": 2}, {"context": 3}]
 MODELS = ("llama", "qwen3_moe", "deepseek_v3", "moe_step")
@@ -148,6 +148,16 @@ def test_a_joined_axis_and_swapped_activations() -> None:
         )
 
     testing.check(both, model=laws.model("llama"), a=2, b=2, data=2)
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_what_else_is_kept_or_computed_again(first: bool) -> None:
+    """Attention keeps what the ring needs, whatever the policy; names of values in it are known as before."""
+
+    def both(mesh: Mesh) -> testing.Transform:
+        return compose(*[context_parallel(mesh["context"]), remat("nothing" if first else ["attention", "gate_up"])][:: 1 if first else -1])
+
+    testing.check(both, model=laws.model("deepseek_v3" if first else "tiny"), batch=laws.batch("lengths"), context=2)
 
 
 def test_compiled_it_is_the_same() -> None:
