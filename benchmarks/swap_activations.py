@@ -136,9 +136,8 @@ def main(arguments: list[str] | None = None) -> int:
     for name in steps:
         memory = f", {figures[f'{name} bytes'] / 1e9:.2f} GB at most" if device.type != "cpu" else ""
         print(f"{name:8} {figures[f'{name} seconds']:8.3f} s a step{memory}")
-    print(
-        f"swapped ÷ kept {figures['ratio']:.3f} ({given.rounds} rounds); {moved['store'] / 1e6:,.1f} MB out, {moved['fetch'] / 1e6:,.1f} back"
-    )
+    print(f"swapped ÷ kept {figures['ratio']:.3f} ({given.rounds} rounds)")
+    print(f"{moved['store'] / 1e6:,.1f} MB to the host, {moved['fetch'] / 1e6:,.1f} MB back")
     if device.type != "cpu":
         state, figures["hidden"] = hidden(steps["swapped"], state, batch, device)
         print(f"kernels ran in {figures['hidden']:.0%} of the time of copies")
