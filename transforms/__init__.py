@@ -8,5 +8,16 @@ from xtf.transforms.precision import precision
 from xtf.transforms.remat import remat
 from xtf.transforms.shard import shard
 from xtf.transforms.swap_activations import swap_activations
+from xtf.transforms.swap_optimizer import swap_optimizer
 
-__all__ = ["accumulate", "chunk_loss", "context_parallel", "expert_parallel", "precision", "remat", "shard", "swap_activations"]
+__all__ = [
+    "accumulate",
+    "chunk_loss",
+    "context_parallel",
+    "expert_parallel",
+    "precision",
+    "remat",
+    "shard",
+    "swap_activations",
+    "swap_optimizer",
+]

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.utils._python_dispatch import _disable_current_modes  # pyright: ignore[reportPrivateUsage]
 
 from xtf.compile import fingerprint
 from xtf.joint import Choose, Halves, cut, trace
@@ -93,7 +94,7 @@ def _halves(fn: StageFn, choose: Choose, name: Hashable, params: Params, reads: 
         for halves in known:
             if halves.joint.serves(tensors):
                 return halves
-        with torch.enable_grad():
+        with torch.enable_grad(), _disable_current_modes():  # what counts tensors must not count those of a trace
             halves = cut(trace(fn, params, reads, consts, rows=rows), choose)
         known.append(halves)
         return halves
