@@ -3,7 +3,8 @@
 from xtf import data, models, optim, testing, transforms, tree
 from xtf.checkpoint import CheckpointError, load, load_params, load_state, save, save_params, save_state
 from xtf.compile import compile
-from xtf.mesh import Mesh, mesh, simulate, split_batch
+from xtf.memory import fit_tokens
+from xtf.mesh import Mesh, mesh, plan_mesh, simulate, split_batch
 from xtf.model import Model
 from xtf.record import Record
 from xtf.spec import Init, ParamSpec
@@ -28,12 +29,14 @@ __all__ = [
     "compile",
     "compose",
     "data",
+    "fit_tokens",
     "load",
     "load_params",
     "load_state",
     "mesh",
     "models",
     "optim",
+    "plan_mesh",
     "save",
     "save_params",
     "save_state",

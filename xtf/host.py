@@ -1,7 +1,8 @@
 """Host memory for what leaves the device for a while: reused buffers, and copies on streams of their own.
 
 On CUDA buffers are pinned, each direction has a stream, and nothing waits on the host: copies are ordered by events. On the CPU a
-copy is a copy, so that everything above this file runs, and is tested, without a device.
+copy is a copy, so that everything above this file runs, and is tested, without a device. Tensors without values go to buffers without
+values, in a pool of their own.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+_WITHOUT_STREAMS = ("cpu", "meta")
 _ROOM = 1.25  # a free buffer serves a tensor if it is at most this much larger
 
 
@@ -70,6 +72,7 @@ class HostMemory:
         if limit is not None and limit < 0:
             raise ValueError(f"HostMemory(limit={limit}): expected a number of bytes of at least 0, or None for no limit")
         self.limit, self.held, self.out, self.back = limit, 0, 0, 0
+        self._planned: HostMemory | None = None  # for tensors without values
         self._free: list[Buffer] = []
         self._lock = threading.Lock()
         self._streams: dict[tuple[torch.device, str], Any] = {}
@@ -79,14 +82,23 @@ class HostMemory:
         """A new buffer for tensors of a device: (bytes,) uint8."""
         return torch.empty(bytes, dtype=torch.uint8, pin_memory=device.type != "cpu")
 
+    @property
+    def planned(self) -> HostMemory:
+        """What holds tensors without values: nothing is allocated, and what is in use here is not touched."""
+        if self._planned is None:
+            self._planned = _Planned(self.limit)
+        return self._planned
+
     def send(self, tensor: Tensor) -> Away | None:
         """Begin to copy a tensor to the host. The caller drops it when what it needs it for is done; its memory is not reused before
         the copy has read it. ``None`` where the limit is reached; the first time, a warning says so."""
+        if tensor.is_meta and not isinstance(self, _Planned):
+            return self.planned.send(tensor)
         buffer = self._take(tensor.nbytes, tensor.device)
         if buffer is None:
             return None
         away = Away(buffer, tensor.shape, tensor.dtype, tensor.device, tensor.nbytes)
-        if tensor.device.type == "cpu":
+        if tensor.device.type in _WITHOUT_STREAMS:
             away.view().copy_(tensor)
         else:
             stream = self._stream(tensor.device, "out")
@@ -102,8 +114,10 @@ class HostMemory:
 
     def fetch(self, away: Away) -> tuple[Tensor, Any]:
         """Begin to bring a tensor back; its buffer is free again. Returns the tensor and what `arrive` takes."""
+        if away.device.type == "meta" and not isinstance(self, _Planned):
+            return self.planned.fetch(away)
         buffer = away.buffer
-        if away.device.type == "cpu":
+        if away.device.type in _WITHOUT_STREAMS:
             tensor, done = away.view().clone(), None
         else:
             stream = self._stream(away.device, "back")
@@ -151,3 +165,14 @@ class HostMemory:
         if key not in self._streams:
             self._streams[key] = torch.Stream(device)
         return self._streams[key]
+
+
+class _Planned(HostMemory):
+    """Buffers without values. Nothing warns: what does not fit is only asked about."""
+
+    def __init__(self, limit: int | None) -> None:
+        super().__init__(limit)
+        self._told = True
+
+    def allocate(self, bytes: int, device: torch.device) -> Tensor:
+        return torch.empty(bytes, dtype=torch.uint8, device="meta")
