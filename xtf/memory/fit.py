@@ -52,17 +52,17 @@ def fit_tokens(step: TrainStep, bytes: int, *, multiple: int = 64, micro_batches
         return known[count]
 
     if peak(1) > bytes:
-        raise ValueError(_too_small(rehearse(step, multiple, micro_batches=micro_batches), bytes))
-    low, high, end = 1, 2, most // multiple  # low fits; high does not, once found
-    while high <= end and peak(high) <= bytes:
-        low, high = high, max(high + 1, min(_guess(high - (high - low), peak(low), high, peak(high), bytes) + 1, 16 * high))
-        if high > end and low < end:
-            high = end
-    if high > end:
+        line = rehearse(step, multiple, micro_batches=micro_batches)
+        raise ValueError(too_small(line, bytes, peak(1)))
+    low, high, end = 1, 2, most // multiple
+    while high <= end and peak(high) <= bytes:  # grow along the line through the last two
+        low, high = high, min(max(_guess(low, peak(low), high, peak(high), bytes) + 1, high + 1), 16 * high, max(end, high + 1))
+    if high > end:  # the largest that is allowed fits
         return low * multiple
     while high - low > 1:
         guess = min(max(_guess(low, peak(low), high, peak(high), bytes), low + 1), high - 1)
-        for count in (guess, guess + 1):  # where memory is linear, the guess fits and the next does not
+        for count in (guess, guess + 1, None):  # where memory is linear, the guess fits and the next does not
+            count = (low + high) // 2 if count is None else count
             if low < count < high:
                 low, high = (count, high) if peak(count) <= bytes else (low, count)
     return low * multiple
@@ -74,11 +74,11 @@ def _guess(first: int, at_first: int, second: int, at_second: int, bytes: int) -
     return int(first + (bytes - at_first) / slope) if slope > 0 else (first + second) // 2
 
 
-def _too_small(line: Timeline, bytes: int) -> str:
-    """What takes how much, the largest first."""
+def too_small(line: Timeline, bytes: int, peak: int) -> str:
+    """What a micro-batch takes that does not fit, the largest first."""
     parts = sorted(line.peak.most.items(), key=lambda item: -item[1])
     said = ", ".join(f"{kind} {size / 1e6:,.1f} MB" for kind, size in parts if size)
     return (
-        f"a micro-batch of {line.tokens} tokens does not fit {bytes / 1e6:,.1f} MB: the step takes {line.peak.peak / 1e6:,.1f} MB at its "
-        f"peak ({line.peak}): {said}. Shard over more ranks, donate, swap_activations, chunk_loss, or take fewer tokens"
+        f"a micro-batch of {line.tokens} tokens does not fit {bytes / 1e6:,.1f} MB: the step takes {peak / 1e6:,.1f} MB at its peak "
+        f"({line.peak}): {said}. Shard over more ranks, donate, swap_activations, chunk_loss, or take fewer tokens"
     )

@@ -46,7 +46,7 @@ class Moment(NamedTuple):
         return sum(self.most.values())
 
     def __str__(self) -> str:
-        return f"{self.event.stage}, {self.event.direction}"
+        return "the update" if self.event.what == "update" else f"{self.event.stage}, {self.event.direction}"
 
 
 @dataclass(frozen=True)
