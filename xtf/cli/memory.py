@@ -128,4 +128,4 @@ def show(line: Timeline, recipe: Recipe, console: Console) -> None:
 def _title(line: Timeline, recipe: Recipe) -> str:
     times = f"{line.micro_batches} × " if line.micro_batches > 1 else ""
     ranks = f", one of {recipe.mesh.size} ranks" if recipe.mesh.size > 1 else ""
-    return f"{recipe.title}: {times}{line.tokens:,} tokens{ranks}"
+    return f"{recipe.title.partition(' on ')[0]}: {times}{line.tokens:,} tokens{ranks}"

@@ -26,7 +26,8 @@ SHADES: Mapping[str, str] = {
 }
 """Of the kinds, from the bottom up: what stays is cold, what comes and goes is warm."""
 
-_BETWEEN = 0.25  # width of what lies between two stages that run, which are 1 wide
+_BETWEEN = 0.1  # width of what lies between two stages that run, which are 1 wide
+_OUTLINED = 400  # moments, at most
 _MOST_LABELS = 18  # of layers along the time axis
 
 
@@ -63,7 +64,8 @@ def draw_memory(line: Timeline, path: str | Path, *, title: str = "", scale: Any
     x, rows = _steps(stretches, divisor)
     shown = [kind for kind in KINDS if rows[kind].max() > 0]
     axes.stackplot(x, [rows[kind] for kind in shown], colors=[SHADES[kind] for kind in shown], linewidth=0)
-    axes.plot(x, sum(rows[kind] for kind in shown), color=INK, linewidth=0.5)
+    if len(stretches) <= _OUTLINED:  # of many stages, a line around each would cover their colours
+        axes.plot(x, sum(rows[kind] for kind in shown), color=INK, linewidth=0.5)
     host = np.repeat([s.moment.host / divisor for s in stretches], 2)
     top = line.peak.peak / divisor
     if host.max() > 0:
