@@ -131,6 +131,14 @@ def test_host_buffers_are_no_device_memory() -> None:
     assert line.most["activations"] > first.most["activations"]
 
 
+def test_later_micro_batches_add_constants_only() -> None:
+    """Their gradients are added to those of the first, and nothing of them is kept or copied."""
+    step = built(xtf.compose(), donate=True)
+    peaks = [rehearse(step, 128, micro_batches=n).peak.peak for n in (2, 3, 4, 5)]
+    first, *rest = [after - before for before, after in zip(peaks, peaks[1:], strict=False)]
+    assert rest == [first, first] and 0 < first < 40_000
+
+
 # Many ranks: threads, each of which a mode watches; the planned rank stands for all ---------------------------------------------
 
 

@@ -272,14 +272,14 @@ class _Walk:
         self.record.add(Event(act, what, stage, self.task.direction, self.task.micro, nbytes, stream), self._held)
 
     def _held(self) -> dict[str, Any]:
-        """What a watcher of the record sees. Transfers under way are in no tree, but for what waits for its store or fetch."""
+        """What a watcher of the record sees. Transfers under way are in no tree, but for the stores and fetches of what stages keep;
+        that is by state, micro-batch and index in the program, and what stands under a key stays the same."""
+        kept = {"residual": self.residuals, "storing": dict(self.storing), "stored": self.stored, "fetching": self.fetching}
         return {
             "constants": self.micros,
             "gathered": list(self.whole.values()),
-            "activations": [
-                [*self.values.values(), *self.outcome.values, *self.cotangents.values(), *self.residuals.values()],
-                [*self.storing, *self.stored.values(), *self.fetching.values()],
-            ],
+            "values": [*self.values.values(), *self.outcome.values, *self.cotangents.values()],
+            "kept": {(state, self.task.micro, index): value for state, part in kept.items() for index, value in part.items()},
             "gradients": [self.unreduced, self.outcome.grads],
         }
 
@@ -480,7 +480,8 @@ class _Walk:
 
     def _reduce(self, stage: Stage, ready: dict[Path, Tensor]) -> None:
         if stage.reduce is None:
-            self._accumulate({path: self._distinct(grad) for path, grad in ready.items()})
+            kept = self.outcome.grads  # what is added to these is only read
+            self._accumulate({path: grad if path in kept else self._distinct(grad) for path, grad in ready.items()})
             return
         self._finish_reduce()
         self.reducing = (stage, self._start("reduce", stage.name, stage.reduce, ready))

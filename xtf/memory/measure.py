@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -70,11 +70,11 @@ def accelerator(device: torch.device) -> Meter:
 def read_between(step: TrainStep, state: State, batch: Batch, meter: Meter, stages: Mapping[str, str]) -> tuple[tuple[Moment, ...], State]:
     """The moments of a step by what a meter says. What is allocated and in no tree that the walk holds counts as what the event makes."""
     moments: list[Moment] = []
-    held: dict[str, Any] = {"parameters": state.params, "optimizer": state.opt}
+    held: list[tuple[str, Any]] = [("parameters", state.params), ("optimizer", state.opt)]
 
     def watch(event: Event, now: Mapping[str, Any]) -> None:
         most = meter.most()
-        sizes = _sizes(held | {HELD.get(name, name): value for name, value in now.items()})
+        sizes = _sizes([*held, *((HELD[name], value) for name, value in now.items())])
         host = sizes.pop(HOST)
         rest = made_by(event, stages)
         sizes[rest] += max(meter.now() - sum(sizes.values()), 0)
@@ -84,15 +84,15 @@ def read_between(step: TrainStep, state: State, batch: Batch, meter: Meter, stag
 
     meter.reset()
     new, _ = step(state, batch, record=Record(watch=watch))
-    held = {"parameters": new.params, "optimizer": new.opt}
+    held = [("parameters", new.params), ("optimizer", new.opt)]
     watch(Event("run", "update", "parameters", "update"), {})
     return tuple(moments), new
 
 
-def _sizes(held: Mapping[str, Any]) -> dict[str, int]:
+def _sizes(held: Sequence[tuple[str, Any]]) -> dict[str, int]:
     """Bytes by kind, each storage once, as what holds it first."""
     sizes, seen = dict.fromkeys((*KINDS, HOST), 0), set[int]()
-    for kind, value in held.items():
+    for kind, value in held:
         for tensor, on_host in tensors(value):
             storage = tensor.untyped_storage()
             if storage_key(storage) not in seen and (on_host or tensor.device.type != "cpu"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from xtf.state import State
 from xtf.step import Compilation, TrainStep, eager
 from xtf.tree import Tree
 
-HELD = {"constants": "batch", "gathered": "communication"}
+HELD = {"constants": "batch", "gathered": "communication", "values": "activations", "kept": "activations", "gradients": "gradients"}
 """What the walk's names for what it holds are called here."""
 
 
@@ -98,14 +98,20 @@ def watched(optimizer: Optimizer, live: Live) -> Optimizer:
     return Optimizer(optimizer.init, update, optimizer.metrics)
 
 
-def run(step: TrainStep, state: State, batch: Batch, live: Live, after: Callable[[Event], None] | None = None) -> State:
+def run(step: TrainStep, state: State, batch: Batch, live: Live) -> State:
     """One step under ``live``, whose log then holds every event and who held what."""
     live.hold("parameters", state.params, fixed=True)
     live.hold("optimizer", state.opt, fixed=True)
 
+    seen: set[Any] = set()
+
     def watch(event: Event, held: Mapping[str, Any]) -> None:
         for name, value in held.items():
-            live.hold(HELD.get(name, name), value)
+            if name == "kept":  # most of what there is, and looked at once
+                value, known = [kept for key, kept in value.items() if key not in seen], set(value)
+                seen.intersection_update(known)
+                seen.update(known)
+            live.hold(HELD[name], value)
         live.record(event)
 
     new, _ = step(state, batch, record=Record(watch=watch))

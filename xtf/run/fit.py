@@ -53,10 +53,13 @@ def fitted(launch: Launch, recipe: Recipe, budget: str | None) -> Launch:
     bare = dataclasses.replace(step, split=_as_it_is)
 
     def needs(number: int) -> tuple[Timeline, int]:
-        """The peak with this many micro-batches. The third takes what the second does, but for its constants: all are there at once."""
-        run = min(number, 2)
-        line = rehearse(bare, -(-rows // number) * seq, micro_batches=run)
-        return line, line.peak.peak + (number - run) * (line.most["batch"] // run)
+        """The peak with this many micro-batches. From the third on each adds the same: its constants and statistics."""
+        tokens = -(-rows // number) * seq
+        line = rehearse(bare, tokens, micro_batches=min(number, 3))
+        peak = line.peak.peak
+        if number > 3:
+            peak += (number - 3) * (peak - rehearse(bare, tokens, micro_batches=2).peak.peak)
+        return line, peak
 
     low, high = 0, 1  # the first does not fit, the second does, once found
     while needs(high)[1] > room:
