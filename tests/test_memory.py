@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -135,7 +136,7 @@ def test_later_micro_batches_add_constants_only() -> None:
     """Their gradients are added to those of the first, and nothing of them is kept or copied."""
     step = built(xtf.compose(), donate=True)
     peaks = [rehearse(step, 128, micro_batches=n).peak.peak for n in (2, 3, 4, 5)]
-    first, *rest = [after - before for before, after in zip(peaks, peaks[1:], strict=False)]
+    first, *rest = [after - before for before, after in pairwise(peaks)]
     assert rest == [first, first] and 0 < first < 40_000
 
 
