@@ -14,6 +14,7 @@ from tests import laws
 from xtf import swap_plan, testing, tree
 from xtf.host import HostMemory
 from xtf.record import Record
+from xtf.run.memory import estimate
 from xtf.step import TrainStep, train_step
 from xtf.swap_plan import Automatic, StageCost, plan_swaps
 from xtf.transforms import remat, swap_activations
@@ -121,3 +122,13 @@ def test_it_measures() -> None:
     assert [cost.name for cost in own.costs] == [stage.name for stage in stages]
     assert {cost.bytes for cost in own.costs} == {(1 << 20) + (1 << 10)} and all(cost.seconds >= 0 for cost in own.costs)
     assert own.swapped is not None and swap_plan.copy_bandwidth(torch.device("cpu"), bytes=1 << 20) > 0
+
+
+def test_asking_what_a_step_takes_measures_nothing() -> None:
+    own = Automatic(budget=0, bandwidth=1.0, least=1)
+    step = swap_activations(own)(train_step(laws.model("llama"), testing.default_optimizer()))
+    for _ in range(4):
+        found = estimate(step, 256)
+    assert found["host"] > 0 and own.swapped is None
+    params, batch = step.init(0).params, testing.random_batch(61)
+    assert stored(step, params, batch) == stored(step, params, batch) != []

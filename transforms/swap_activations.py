@@ -101,11 +101,16 @@ class _Coming:
 
 
 def _store(pool: HostMemory, policy: Policy, stage: Stage) -> Transfer:
+    def wanted(tensor: Tensor) -> bool:
+        if tensor.is_meta and isinstance(policy, Automatic):
+            return policy.planned(tensor.nbytes)
+        return policy(stage, tensor.nbytes)
+
     def start(residual: Any) -> Any:
         seen: dict[int, Any] = {}  # a residual may hold one tensor twice
 
         def send(leaf: Any) -> Any:
-            if not isinstance(leaf, Tensor) or not policy(stage, leaf.nbytes):
+            if not isinstance(leaf, Tensor) or not wanted(leaf):
                 return leaf
             if id(leaf) not in seen:
                 away = pool.send(leaf)

@@ -4,7 +4,8 @@ from xtf import data, models, optim, testing, transforms, tree
 from xtf.checkpoint import CheckpointError, load, load_params, load_state, save, save_params, save_state
 from xtf.compile import compile
 from xtf.joint import keep
-from xtf.mesh import Mesh, mesh, simulate, split_batch
+from xtf.memory import fit_tokens
+from xtf.mesh import Mesh, mesh, plan_mesh, simulate, split_batch
 from xtf.model import Model
 from xtf.record import Record
 from xtf.spec import Init, ParamSpec
@@ -29,6 +30,7 @@ __all__ = [
     "compile",
     "compose",
     "data",
+    "fit_tokens",
     "keep",
     "load",
     "load_params",
@@ -36,6 +38,7 @@ __all__ = [
     "mesh",
     "models",
     "optim",
+    "plan_mesh",
     "save",
     "save_params",
     "save_state",

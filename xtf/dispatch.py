@@ -19,10 +19,11 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from jaxtyping import Float, Int32, Int64
+from jaxtyping import Bool, Float, Int32, Int64
 from torch import Tensor
 
 from xtf.collectives import Axis, Work
+from xtf.collectives.planned import read
 from xtf.experts import sum_rows
 from xtf.placement import part
 from xtf.record import Extra
@@ -83,15 +84,23 @@ def deduplicated(axis: Axis, experts: int, label: str) -> Moves:
     n, (begin, end) = axis.size, part((0, experts), axis.size, axis.index)
     starts = [part((0, experts), n, i)[0] for i in range(n)]
 
+    def count(mine: Tensor) -> Tensor:
+        """(n, 2): to each rank, pairs and slots."""
+        return torch.stack([mine.any(-1).sum(1), mine.sum((1, 2))], 1)
+
     def start(reads: tuple[Tensor, ...]) -> Any:
         h, weights, indices = reads
         tokens, k = indices.shape
         owner = _owner(indices, starts)
-        ranks = torch.arange(n, device=indices.device)
-        mine = owner.unsqueeze(0) == ranks[:, None, None]  # (n, T, k)
+        mine = _of_ranks(owner, n)
         hits = mine.any(-1)
-        counts = torch.stack([hits.sum(1), mine.sum((1, 2))], 1)
-        received, (send, receive, slots) = _exchange(axis, counts, label, lambda sent, got: (sent[:, 0], got[:, 0], got[:, 1]))
+        received, (send, receive, slots) = _exchange(
+            axis,
+            count(mine),
+            label,
+            lambda sent, got: (sent[:, 0], got[:, 0], got[:, 1]),
+            lambda: count(_of_ranks(_owner(axis.mesh.routing(tokens, k, experts), starts), n)),
+        )
         rank, token = torch.nonzero_static(hits, size=sum(send)).unbind(1)  # by rank, then by token
         here = owner.index_select(0, token) == rank.unsqueeze(1)  # (P, k)
         first = torch.tensor(starts, device=indices.device).index_select(0, rank)
@@ -151,16 +160,26 @@ def all_to_all(axis: Axis, experts: int, label: str) -> Moves:
     sizes = [stop - start for start, stop in zip(starts, ends, strict=True)]
     most = max(sizes)
 
-    def start(reads: tuple[Tensor, ...]) -> Any:
-        h, weights, indices = reads
-        tokens, k = indices.shape
-        by_expert, way = indices.flatten().sort(stable=True)
-        until = torch.searchsorted(by_expert, torch.arange(experts, device=indices.device), right=True)
+    def count(by_expert: Tensor) -> Tensor:
+        """(n, most): to each expert of each rank, slots; they are given by their experts, in order."""
+        until = torch.searchsorted(by_expert, torch.arange(experts, device=by_expert.device), right=True)
         per_expert = until.diff(prepend=until.new_zeros(1))
         counts = per_expert.new_zeros(n, most)
         for i, first in enumerate(starts):
             counts[i, : sizes[i]] = per_expert[first : first + sizes[i]]
-        received, (send, receive) = _exchange(axis, counts, label, lambda sent, got: (sent.sum(1), got.sum(1)))
+        return counts
+
+    def start(reads: tuple[Tensor, ...]) -> Any:
+        h, weights, indices = reads
+        tokens, k = indices.shape
+        by_expert, way = indices.flatten().sort(stable=True)
+        received, (send, receive) = _exchange(
+            axis,
+            count(by_expert),
+            label,
+            lambda sent, got: (sent.sum(1), got.sum(1)),
+            lambda: count(axis.mesh.routing(tokens, k, experts).flatten().sort().values),
+        )
         works = [
             axis.start_all_to_all(x, send, receive, label=label)
             for x in (h.index_select(0, way // max(k, 1)), weights.flatten().index_select(0, way))
@@ -215,13 +234,20 @@ def all_gather(axis: Axis, experts: int, label: str) -> Moves:
     n, (begin, end) = axis.size, part((0, experts), axis.size, axis.index)
     starts = [part((0, experts), n, i)[0] for i in range(n)]
 
+    def count(indices: Tensor) -> Tensor:
+        """(n, 2): to each rank, all tokens and its slots."""
+        slots = _of_ranks(_owner(indices, starts), n).sum((1, 2))
+        return torch.stack([torch.full_like(slots, indices.shape[0]), slots], 1)
+
     def start(reads: tuple[Tensor, ...]) -> Any:
         h, weights, indices = reads
-        owner = _owner(indices, starts)
-        ranks = torch.arange(n, device=indices.device)
-        slots = (owner.unsqueeze(0) == ranks[:, None, None]).sum((1, 2))
-        counts = torch.stack([torch.full_like(slots, indices.shape[0]), slots], 1)
-        received, (sizes, wanted) = _exchange(axis, counts, label, lambda sent, got: (got[:, 0], got[:, 1]))
+        received, (sizes, wanted) = _exchange(
+            axis,
+            count(indices),
+            label,
+            lambda sent, got: (got[:, 0], got[:, 1]),
+            lambda: count(axis.mesh.routing(indices.shape[0], indices.shape[1], experts)),
+        )
         works = [_gather(axis, x, sizes, label) for x in (h, weights, indices.to(torch.int32))]
         return works, received, (h.shape[1], indices.shape[1]), _ticket([*indices.shape, sum(wanted)], sizes, sizes)
 
@@ -276,13 +302,28 @@ def _owner(indices: Int64[Tensor, "T k"], starts: list[int]) -> Int64[Tensor, "T
     return torch.bucketize(indices, torch.tensor(starts[1:], device=indices.device, dtype=indices.dtype), right=True)
 
 
+def _of_ranks(owner: Int64[Tensor, "T k"], n: int) -> Bool[Tensor, "n T k"]:
+    """Which choices are experts of each rank."""
+    return owner.unsqueeze(0) == torch.arange(n, device=owner.device)[:, None, None]
+
+
 def _exchange(
-    axis: Axis, counts: Int64[Tensor, "n m"], label: str, wanted: Callable[[Tensor, Tensor], tuple[Tensor, ...]]
+    axis: Axis,
+    counts: Int64[Tensor, "n m"],
+    label: str,
+    wanted: Callable[[Tensor, Tensor], tuple[Tensor, ...]],
+    stated: Callable[[], Tensor],
 ) -> tuple[tuple[Tensor, Extra], list[list[int]]]:
-    """Exchange counts; ``wanted(sent, received)``, each (n,), comes to the host in one synchronisation."""
+    """Exchange the counts of what goes to each rank; ``wanted(sent, received)``, each (n,), comes to the host in one synchronisation.
+    Where counts have no values they are those of a ``stated`` routing, and every rank sends what this one sends."""
     received = axis.exchange_counts(counts, label=label)
-    rows: Any = torch.stack(wanted(counts, received))
-    return (received, Extra(bytes=counts.nbytes // axis.size * (axis.size - 1), syncs=1)), rows.tolist()
+
+    def planned() -> Tensor:
+        sent = stated()
+        return torch.stack(wanted(sent, sent[axis.index].expand_as(sent)))
+
+    rows: list[list[int]] = read(torch.stack(wanted(counts, received)), planned)
+    return (received, Extra(bytes=counts.nbytes // axis.size * (axis.size - 1), syncs=1)), rows
 
 
 def _ticket(first: list[int], send: list[int], receive: list[int]) -> Int64[Tensor, " numbers"]:

@@ -1,7 +1,8 @@
 """Host memory for what leaves the device for a while: reused buffers, and copies on streams of their own.
 
 On CUDA buffers are pinned, each direction has a stream, and nothing waits on the host: copies are ordered by events. On the CPU a
-copy is a copy, so that everything above this file runs, and is tested, without a device.
+copy is a copy, so that everything above this file runs, and is tested, without a device. Tensors without values go to buffers without
+values, in a pool of their own.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+_WITHOUT_STREAMS = ("cpu", "meta")
 _ROOM = 1.25  # a free buffer serves a tensor if it is at most this much larger
 
 
@@ -73,6 +75,7 @@ class HostMemory:
         if limit is not None and limit < 0:
             raise ValueError(f"HostMemory(limit={limit}): expected a number of bytes of at least 0, or None for no limit")
         self.limit, self.held, self.out, self.back = limit, 0, 0, 0
+        self._planned: HostMemory | None = None  # for tensors without values
         self._free: list[Buffer] = []
         self._lock = threading.RLock()  # what lets go may do so while this thread holds it
         self._streams: dict[tuple[torch.device, str], Any] = {}
@@ -82,14 +85,23 @@ class HostMemory:
         """A new buffer for tensors of a device: (bytes,) uint8."""
         return torch.empty(bytes, dtype=torch.uint8, pin_memory=device.type != "cpu")
 
+    @property
+    def planned(self) -> HostMemory:
+        """What holds tensors without values: nothing is allocated, and what is in use here is not touched."""
+        if self._planned is None:
+            self._planned = _Planned(self.limit)
+        return self._planned
+
     def send(self, tensor: Tensor) -> Away | None:
         """Begin to copy a tensor to the host. The caller drops it when what it needs it for is done; its memory is not reused before
         the copy has read it. ``None`` where the limit is reached; the first time, a warning says so."""
+        if tensor.is_meta and not isinstance(self, _Planned):
+            return self.planned.send(tensor)
         buffer = self._take(tensor.nbytes, tensor.device)
         if buffer is None:
             return None
         away = Away(buffer, tensor.shape, tensor.dtype, tensor.device, tensor.nbytes)
-        if tensor.device.type == "cpu":
+        if tensor.device.type in _WITHOUT_STREAMS:
             away.view().copy_(tensor)
         else:
             stream = self._stream(tensor.device, "out")
@@ -105,8 +117,10 @@ class HostMemory:
 
     def fetch(self, away: Away) -> tuple[Tensor, Any]:
         """Begin to bring a tensor back; its buffer is free again. Returns the tensor and what `arrive` takes."""
+        if away.device.type == "meta" and not isinstance(self, _Planned):
+            return self.planned.fetch(away)
         buffer = away.buffer
-        if away.device.type == "cpu":
+        if away.device.type in _WITHOUT_STREAMS:
             tensor, done = away.view().clone(), None
         else:
             stream = self._stream(away.device, "back")
@@ -129,7 +143,7 @@ class HostMemory:
         return tensor
 
     def zeros(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Zeros on the host that stay there, for a device to `bring` and `put`. For ``"meta"``, a view that takes no memory."""
+        """Zeros on the host that stay there, for a device to `bring` and `put`. For ``"meta"``, a view on the host that takes no memory."""
         if device.type == "meta":
             return torch.zeros((), dtype=dtype).expand(*shape)
         bytes = math.prod(shape) * dtype.itemsize
@@ -143,6 +157,8 @@ class HostMemory:
         """Begin to copy what stays on the host to a device; returns the copy and what `arrive` takes."""
         with self._lock:
             self.back += 1
+        if device.type == "meta":
+            return torch.empty(held.shape, dtype=held.dtype, device=device), None
         if device.type == "cpu":
             return held.clone(), None
         stream = self._stream(device, "back")
@@ -152,10 +168,12 @@ class HostMemory:
 
     def put(self, tensor: Tensor, held: Tensor | None) -> Tensor:
         """Begin to copy a tensor to the host, into ``held`` if given; `settle` before the host reads it."""
-        if held is None or not (tensor.is_cpu or held.is_pinned()):
+        if held is None or not (tensor.device.type in _WITHOUT_STREAMS or held.is_pinned()):
             held = self.zeros(tensor.shape, tensor.dtype, tensor.device)
         with self._lock:
             self.out += 1
+        if tensor.is_meta:
+            return held
         if tensor.is_cpu:
             return held.copy_(tensor)
         stream = self._stream(tensor.device, "out")
@@ -167,7 +185,7 @@ class HostMemory:
 
     def settle(self, device: torch.device) -> None:
         """Wait until all that was put is on the host."""
-        if device.type not in ("cpu", "meta"):
+        if device.type not in _WITHOUT_STREAMS:
             self._stream(device, "out").synchronize()
 
     def _let_go(self, bytes: int) -> None:
@@ -200,3 +218,14 @@ class HostMemory:
         if key not in self._streams:
             self._streams[key] = torch.Stream(device)
         return self._streams[key]
+
+
+class _Planned(HostMemory):
+    """Buffers without values. Nothing warns: what does not fit is only asked about."""
+
+    def __init__(self, limit: int | None) -> None:
+        super().__init__(limit)
+        self._told = True
+
+    def allocate(self, bytes: int, device: torch.device) -> Tensor:
+        return torch.empty(bytes, dtype=torch.uint8, device="meta")

@@ -1,7 +1,8 @@
 """The mesh: ranks laid out along named axes. A plain argument, never a global.
 
-`mesh` lays out the real ranks, `simulate` runs a function on simulated ones. Axes are ordered as given and the last varies fastest
-over ranks: on ``mesh(data=2, expert=2)`` rank 1 stands at data 0, expert 1. Joining axes gives an axis over all their ranks.
+`mesh` lays out the real ranks, `simulate` runs a function on simulated ones, `plan_mesh` is for ranks that are not there. Axes are
+ordered as given and the last varies fastest over ranks: on ``mesh(data=2, expert=2)`` rank 1 stands at data 0, expert 1. Joining
+axes gives an axis over all their ranks.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from torch import Tensor
 from xtf.batch import IGNORE
 from xtf.collectives import Axis
 from xtf.collectives.local import LocalAxis
+from xtf.collectives.planned import Routing, even, planned
 from xtf.collectives.process_group import builder, connect
 from xtf.collectives.simulated import SimulatedAxis, run_ranks
 
@@ -37,6 +39,7 @@ class Mesh:
         sizes: the size of each axis, in order.
         rank: this rank, 0 to the product of sizes - 1.
         build: the interpreter of collectives, see `xtf.collectives`.
+        routing: how tokens choose experts where tensors have no values.
 
     Attributes:
         sizes: the size of each axis, in order.
@@ -49,11 +52,12 @@ class Mesh:
         ({'data': 0, 'expert': 1}, 0, 2)
     """
 
-    def __init__(self, sizes: Mapping[str, int], rank: int, build: Build) -> None:
+    def __init__(self, sizes: Mapping[str, int], rank: int, build: Build, routing: Routing = even) -> None:
         self.sizes = dict(sizes)
         self.size = math.prod(sizes.values())
         self.rank = rank
         self.coordinate = {name: rank // stride % self.sizes[name] for name, stride in self._strides().items()}
+        self.routing = routing
         self._build = build
         self._axes: dict[tuple[str, ...], Axis] = {}
 
@@ -168,6 +172,33 @@ def simulate(fn: Callable[[Mesh], T], **sizes: int) -> list[T]:
     return run_ranks(
         math.prod(sizes.values()), lambda rank, world: fn(Mesh(sizes, rank, lambda mesh, names: SimulatedAxis(mesh, names, world)))
     )
+
+
+def plan_mesh(*, rank: int = 0, routing: Routing = even, **sizes: int) -> Mesh:
+    """A mesh of ranks that are not there, to ask what a step on them would take (`xtf.memory`, `xtf.fit_tokens`).
+
+    A step that is built on it has the placements, the program and the transfers of one rank. It runs on tensors of the device
+    ``"meta"`` only.
+
+    Args:
+        rank: the rank that stands for all.
+        routing: how tokens choose experts: `xtf.collectives.planned.even`, or ``uneven(weights)``.
+        sizes: the size of each axis, in order. Without any, one rank on the axis ``"data"``.
+
+    Raises:
+        ValueError: for a size below 1, or a rank that the mesh does not have.
+
+    Example:
+        >>> plan_mesh(data=8, expert=8), plan_mesh(data=8, expert=8).join("data", "expert").size
+        (Mesh(data=8, expert=8; rank 0), 64)
+    """
+    sizes = sizes or {"data": 1}
+    for name, size in sizes.items():
+        if size < 1:
+            raise ValueError(f"the size of axis {name!r} must be 1 or more, got {size}")
+    if not 0 <= rank < math.prod(sizes.values()):
+        raise ValueError(f"plan_mesh: the rank must be 0 to {math.prod(sizes.values()) - 1}, got {rank}")
+    return Mesh(sizes, rank, planned, routing)
 
 
 def _check(sizes: Mapping[str, int], world: int) -> dict[str, int]:

@@ -90,6 +90,9 @@ class Model:
     def pack(self, batch: Batch, *, supervised: bool = True) -> dict[str, Any]:
         """The constants of a batch, checked: `xtf.batch.pack` and what the family adds.
 
+        A batch without values (on the device ``"meta"``) has constants without values, but for where its documents begin: each of its
+        rows is one.
+
         Raises:
             ValueError: for a batch that is not one, or that has no labels although ``supervised``.
         """
@@ -98,6 +101,11 @@ class Model:
             raise ValueError(
                 f"batch has no 'labels', so there is no loss; it has {sorted(batch)}: give labels, -100 where nothing is learned"
             )
+        ids = batch["input_ids"]
+        if ids.is_meta:
+            zeros = torch.zeros(ids.shape, dtype=torch.int64, device="cpu")
+            made = self.pack({"input_ids": zeros, "labels": zeros})
+            return {k: v.to("meta") if isinstance(v, Tensor) and k != "cu_seqlens" else v for k, v in made.items()}
         packed = pack(batch)
         return packed | self.constants(packed)
 

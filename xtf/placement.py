@@ -18,7 +18,7 @@ from xtf import tree
 from xtf.collectives import Axis, Work
 from xtf.mesh import join
 from xtf.optim.placement import StateHost, vector_norm
-from xtf.record import Extra
+from xtf.record import Extra, storage_key
 from xtf.spec import ParamSpec
 from xtf.stage import Transfer
 from xtf.tree import Path, Tree
@@ -297,9 +297,9 @@ def reduce_transfer(
 def _distinct(grad: Tensor, seen: set[int]) -> Tensor:
     """A gradient that nothing was summed into, in memory of its own: autograd may return one tensor for two parameters."""
     storage = grad.untyped_storage()
-    if storage.data_ptr() in seen or storage.nbytes() != grad.nbytes or not grad.is_contiguous():
+    if storage_key(storage) in seen or storage.nbytes() != grad.nbytes or not grad.is_contiguous():
         grad = grad.clone(memory_format=torch.contiguous_format)
-    seen.add(grad.untyped_storage().data_ptr())
+    seen.add(storage_key(grad.untyped_storage()))
     return grad
 
 

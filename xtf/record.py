@@ -5,16 +5,17 @@ Tests, the memory report, the planner and the tracer read this one record.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
 from xtf import tree
 
 Act = Literal["start", "wait", "run", "free"]
-What = Literal["forward", "backward", "gather", "reduce", "store", "fetch", "exchange", "scalars", "sync"]
+What = Literal["forward", "backward", "gather", "reduce", "store", "fetch", "exchange", "scalars", "sync", "update"]
 
 
 @dataclass(frozen=True)
@@ -46,13 +47,22 @@ class Event:
 
 @dataclass
 class Record:
-    """A list of events in the order in which they happened on this rank."""
+    """A list of events in the order in which they happened on this rank.
+
+    Args:
+        events: what happened so far.
+        watch: called after each event, with it and with what the walk holds then: trees by name (`xtf.walk`). Nothing of them may be
+            kept or changed.
+    """
 
     events: list[Event] = field(default_factory=list[Event])
+    watch: Callable[[Event, Mapping[str, Any]], None] | None = field(default=None, repr=False, compare=False)
 
-    def add(self, event: Event) -> None:
-        """Append an event."""
+    def add(self, event: Event, held: Callable[[], Mapping[str, Any]] = dict) -> None:
+        """Append an event; ``held`` is for `watch`."""
         self.events.append(event)
+        if self.watch is not None:
+            self.watch(event, held())
 
     def __iter__(self) -> Iterator[Event]:
         return iter(self.events)
@@ -100,8 +110,13 @@ class Extra:
 
 def storage_bytes(value: Any) -> int:
     """Bytes of the distinct storages of the tensors in a tree."""
-    sizes = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tree.leaves(value) if isinstance(t, Tensor)}
-    return sum(sizes.values())
+    storages = [leaf.untyped_storage() for leaf in tree.leaves(value) if isinstance(leaf, Tensor)]
+    return sum({storage_key(storage): storage.nbytes() for storage in storages}.values())
+
+
+def storage_key(storage: torch.UntypedStorage) -> int:
+    """Equal for tensors that share memory, as long as they live. Data pointers are not: without values, all of them are 0."""
+    return storage._cdata  # pyright: ignore[reportPrivateUsage]
 
 
 def handle_syncs(handle: Any) -> int:

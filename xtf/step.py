@@ -18,6 +18,7 @@ from torch import Tensor
 from xtf import tree
 from xtf.batch import Batch
 from xtf.collectives import Axis
+from xtf.collectives.planned import read
 from xtf.describe import describe
 from xtf.mesh import join
 from xtf.model import Model
@@ -316,7 +317,7 @@ class TrainStep:
         metrics, grads = self._differentiate(params, run, record)
         metrics["grad_norm"] = placed.norm(grads)
         skipped = torch.zeros_like(state.skipped)
-        if bool((metrics["loss"] + metrics["grad_norm"]).isfinite()):
+        if read((metrics["loss"] + metrics["grad_norm"]).isfinite(), lambda: torch.tensor(True)):
             updates, opt = self.optimizer.update(grads, state.opt, params, placed)
             params = self._update_untrained(apply_updates(params, updates, placed), run)
         else:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from xtf.batch import Batch, normalizer
+from xtf.collectives.planned import read
 from xtf.model import RESULTS, statistics
 from xtf.overlap import DOCUMENTS, cut_documents, near_ends, part_constants
 from xtf.record import Event, Record
@@ -40,8 +41,7 @@ class StepLoss:
         self.plans = [step.plan()] * len(self.micros)
         if ends:
             ranks = step.token_axis.size if step.token_axis is not None else 1
-            agreed: Any = totals[:, 3:] == ranks
-            apart: list[list[bool]] = agreed.tolist()
+            apart: list[list[bool]] = read(totals[:, 3:] == ranks, lambda: near == 1)  # planned ranks have the same documents
             cuts = [cut_documents(e, step.parts, may) for e, may in zip(ends, apart, strict=True)]
             self.micros = [part_constants(micro, cut) for micro, cut in zip(self.micros, cuts, strict=True)]
             self.plans = [step.plan(cut.layout) for cut in cuts]

@@ -135,6 +135,10 @@ class Automatic:
             self._measure(stage.name, bytes)
         return bytes >= self.least and (self.swapped is None or stage.name in self.swapped)
 
+    def planned(self, bytes: int) -> bool:
+        """The same of a tensor without values, which is not measured: as before anything was."""
+        return bytes >= self.least
+
     def _measure(self, name: str, bytes: int) -> None:
         self._first = self._first or name
         if name != self._last:

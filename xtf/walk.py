@@ -25,7 +25,7 @@ from typing import Any, Literal, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from xtf.record import Act, Event, Record, What, handle_bytes, handle_syncs, storage_bytes
+from xtf.record import Act, Event, Record, What, handle_bytes, handle_syncs, storage_bytes, storage_key
 from xtf.stage import Exchange, Pair, Program, Stage, Transfer, is_differentiable
 from xtf.tree import Path
 
@@ -269,7 +269,19 @@ class _Walk:
         return self.outcome
 
     def _log(self, act: Act, what: What, stage: str, nbytes: int = 0, stream: str = "compute") -> None:
-        self.record.add(Event(act, what, stage, self.task.direction, self.task.micro, nbytes, stream))
+        self.record.add(Event(act, what, stage, self.task.direction, self.task.micro, nbytes, stream), self._held)
+
+    def _held(self) -> dict[str, Any]:
+        """What a watcher of the record sees. Transfers under way are in no tree, but for the stores and fetches of what stages keep;
+        that is by state, micro-batch and index in the program, and what stands under a key stays the same."""
+        kept = {"residual": self.residuals, "storing": dict(self.storing), "stored": self.stored, "fetching": self.fetching}
+        return {
+            "constants": self.micros,
+            "gathered": list(self.whole.values()),
+            "values": [*self.values.values(), *self.outcome.values, *self.cotangents.values()],
+            "kept": {(state, self.task.micro, index): value for state, part in kept.items() for index, value in part.items()},
+            "gradients": [self.unreduced, self.outcome.grads],
+        }
 
     def _start(self, what: What, stage: str, transfer: Transfer, value: Any) -> Any:
         handle = transfer.start(value)
@@ -468,7 +480,8 @@ class _Walk:
 
     def _reduce(self, stage: Stage, ready: dict[Path, Tensor]) -> None:
         if stage.reduce is None:
-            self._accumulate({path: self._distinct(grad) for path, grad in ready.items()})
+            kept = self.outcome.grads  # what is added to these is only read
+            self._accumulate({path: grad if path in kept else self._distinct(grad) for path, grad in ready.items()})
             return
         self._finish_reduce()
         self.reducing = (stage, self._start("reduce", stage.name, stage.reduce, ready))
@@ -483,9 +496,9 @@ class _Walk:
     def _distinct(self, grad: Tensor) -> Tensor:
         """A gradient in memory of its own: autograd may return one tensor for two parameters, or an expanded view."""
         storage = grad.untyped_storage()
-        if storage.data_ptr() in self.seen or storage.nbytes() != grad.nbytes or not grad.is_contiguous():
+        if storage_key(storage) in self.seen or storage.nbytes() != grad.nbytes or not grad.is_contiguous():
             grad = grad.clone(memory_format=torch.contiguous_format)
-        self.seen.add(grad.untyped_storage().data_ptr())
+        self.seen.add(storage_key(grad.untyped_storage()))
         return grad
 
     def _accumulate(self, local: Mapping[Path, Tensor]) -> None:

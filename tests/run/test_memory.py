@@ -107,7 +107,7 @@ def test_the_peak_of_a_sharded_step_is_near_the_estimate() -> None:
 def test_more_micro_batches_keep_their_gradients() -> None:
     step = xtf.compile(xtf.train_step(from_hf(LLAMA), optimizers()["adamw"]), donate=True)
     one, two = (estimate(step, 4096, micro_batches=n) for n in (1, 2))
-    assert two["peak"] - one["peak"] == pytest.approx(one["gradients"], rel=0.5)
+    assert two["peak"] - one["peak"] == pytest.approx(one["gradients"] + one["batch"], rel=0.01)  # every micro-batch's constants are there
     with pytest.raises(ValueError, match="tokens is 0"):
         estimate(step, 0)
     with pytest.raises(ValueError, match="micro_batches is 0"):

@@ -21,6 +21,7 @@ from xtf.host import HostMemory
 from xtf.mesh import Mesh
 from xtf.optim import Optimizer
 from xtf.optim.placement import Unplaced
+from xtf.run.memory import estimate
 from xtf.step import TrainStep, compose, train_step
 from xtf.transforms import accumulate, remat, shard, swap_activations, swap_optimizer
 
@@ -123,3 +124,12 @@ def test_saved_and_resumed(tmp_path: Path) -> None:
 def test_twice() -> None:
     with pytest.raises(ValueError, match="swap_optimizer is applied twice"):
         swap_optimizer()(swap_optimizer()(train_step(laws.model("llama"), optim.adamw(lr=1e-2))))
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_what_it_takes_is_counted_without_running(name: str) -> None:
+    plain = train_step(laws.model("llama"), OPTIMIZERS[name]())
+    kept, swapped = (estimate(xtf.compile(step, backend="eager", donate=True), 256) for step in (plain, swap_optimizer()(plain)))
+    assert swapped["host"] == kept["optimizer"] - swapped["optimizer"] > 0
+    assert swapped["optimizer"] < 100  # counts
+    assert kept["peak"] - swapped["peak"] <= swapped["host"]

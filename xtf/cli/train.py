@@ -8,15 +8,15 @@ import typing
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
 import tyro
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from xtf.run.fit import fitted, micro_batches_of
 from xtf.run.folder import Launch, holds_run, stored_launch
 from xtf.run.memory import estimate
-from xtf.run.recipe import Recipe, load_recipe, parse_settings, plain, resolve, settings_of
+from xtf.run.recipe import Recipe, RecipeFn, load_recipe, parse_settings, plain, resolve, settings_of
 from xtf.run.standard import filled_in, standard
 from xtf.run.train import run
 
@@ -37,6 +37,10 @@ class RunOptions:
     """Show the recipe, the transforms, sizes and memory, and do nothing."""
     tensorboard: Annotated[bool, tyro.conf.arg(help_behavior_hint="")] = False
     """Also write TensorBoard files."""
+    fit: Annotated[bool, tyro.conf.arg(help_behavior_hint="")] = False
+    """Cut each rank's rows into the fewest micro-batches that fit the device's memory; the run's folder keeps their number."""
+    budget: Annotated[str | None, tyro.conf.arg(metavar="SIZE", help_behavior_hint="")] = None
+    """With --fit, what a step may take, as 20GB (by default nine tenths of what the device has free)."""
     command: Annotated[tuple[str, ...], tyro.conf.Suppress] = ()
     """The command line, which the run's folder keeps."""
 
@@ -44,8 +48,14 @@ class RunOptions:
 _METAVARS = {str: "TEXT", int: "INT", float: "FLOAT", Path: "PATH"}
 
 
-def _options() -> type[Any]:
-    """`RunOptions` and a flag for each setting of the built-in recipe; ``None`` where it is not given."""
+def with_settings(made_name: str, base: type[Any], *paragraphs: str) -> type[Any]:
+    """Options of a command: those of ``base``, and a flag for each setting of the built-in recipe, ``None`` where it is not given.
+
+    Args:
+        made_name: of the class.
+        base: a frozen dataclass.
+        paragraphs: of its help.
+    """
     fields: list[tuple[str, Any, Any]] = []
     for name, setting in settings_of(standard).items():
         default = setting.default
@@ -59,28 +69,32 @@ def _options() -> type[Any]:
         about = tyro.conf.arg(help=said, help_behavior_hint="", metavar=None if flag else shown)
         annotation = Annotated[bool if flag else setting.annotation | None, about]
         fields.append((name, annotation, dataclasses.field(default=False if flag else None)))
-    made = dataclasses.make_dataclass("TrainOptions", fields, bases=(RunOptions,), frozen=True)
-    made.__doc__ = "\n\n".join(
-        (
-            "Train by a recipe file, or by flags alone; without any, a small mixture-of-experts model on the text that ships with xtf.",
-            "  xtf train --model DIR --data chat.jsonl --steps 200 --lr 1e-4 --out RUN",
-            "  xtf train --out RUN --resume",
-            "  xtf train RECIPE.py --set lr=1e-4 --print",
-            "  torchrun --nproc-per-node 8 -m xtf.cli train --model DIR --data chat.jsonl",
-        )
-    )
+    made = dataclasses.make_dataclass(made_name, fields, bases=(base,), frozen=True)
+    made.__doc__ = "\n\n".join(paragraphs)
     return tyro.conf.configure(tyro.conf.FlagCreatePairsOff)(made)
 
 
-TrainOptions = _options()
+TrainOptions = with_settings(
+    "TrainOptions",
+    RunOptions,
+    "Train by a recipe file, or by flags alone; without any, a small mixture-of-experts model on the text that ships with xtf.",
+    "  xtf train --model DIR --data chat.jsonl --steps 200 --lr 1e-4 --out RUN",
+    "  xtf train --out RUN --resume",
+    "  xtf train RECIPE.py --set lr=1e-4 --print",
+    "  torchrun --nproc-per-node 8 -m xtf.cli train --model DIR --data chat.jsonl",
+)
 
 
 def main(options: Any) -> None:
     """Do what the options of ``xtf train`` say."""
     launch = _launch(options)
-    recipe = _built(launch)
-    if not isinstance(recipe, Recipe):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise ValueError(f"the recipe {launch.file} returned a {type(recipe).__name__}, expected a xtf.run.Recipe")
+    recipe = built(launch)
+    if options.fit and not (options.resume and holds_run(options.out)):  # a run that goes on keeps its micro-batches
+        launch = fitted(launch, recipe, options.budget)
+        recipe = built(launch)
+        tokens, number = micro_batches_of(recipe)
+        if recipe.mesh.rank == 0:
+            Console(stderr=True, highlight=False).print(f"fit: {number} × {tokens:,} tokens for each update, on each rank", soft_wrap=True)
     if options.print:
         if recipe.mesh.rank == 0:
             show(recipe, launch, Console())
@@ -88,9 +102,17 @@ def main(options: Any) -> None:
         run(recipe, launch)
 
 
-def _built(launch: Launch) -> Recipe:
+def built(launch: Launch) -> Recipe:
+    """The recipe of a launch.
+
+    Raises:
+        ValueError: if it fails, or is none.
+    """
     try:
-        return launch.recipe(**launch.settings)
+        recipe = launch.recipe(**launch.settings)
+        if not isinstance(recipe, Recipe):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ValueError(f"the recipe {launch.file} returned a {type(recipe).__name__}, expected a xtf.run.Recipe")
+        return recipe
     except (ValueError, OSError, MemoryError):
         raise
     except Exception as error:
@@ -101,7 +123,12 @@ def _built(launch: Launch) -> Recipe:
         raise ValueError(f"the recipe {launch.file}{where} fails: {type(error).__name__}: {error}") from error
 
 
-def _launch(options: Any) -> Launch:
+def given_settings(options: Any) -> tuple[RecipeFn, dict[str, Any]]:
+    """The recipe that is asked for, and what is given of its settings.
+
+    Raises:
+        ValueError: for ``--set`` without a file, or a flag with one.
+    """
     flags = {name: value for name in settings_of(standard) if (value := getattr(options, name)) is not None and value is not False}
     if options.recipe is None and options.set:
         raise ValueError(
@@ -109,10 +136,18 @@ def _launch(options: Any) -> Launch:
         )
     if options.recipe is not None and flags:
         raise ValueError(f"--{next(iter(flags)).replace('_', '-')} is of the built-in recipe; with a recipe file use --set key=value")
+    recipe = standard if options.recipe is None else load_recipe(options.recipe)
+    return recipe, flags if options.recipe is None else parse_settings(recipe, options.set)
+
+
+def _launch(options: Any) -> Launch:
+    recipe, given = given_settings(options)
+    if options.budget is not None and not options.fit:
+        raise ValueError(f"--budget {options.budget} is for --fit: give both")
+    if options.fit and options.recipe is not None:
+        raise ValueError("--fit is of the built-in recipe; in a recipe file use accumulate and xtf.fit_tokens")
     if options.resume and options.out is None:
         raise ValueError("--resume needs --out: the folder of the run that goes on")
-    recipe = standard if options.recipe is None else load_recipe(options.recipe)
-    given = flags if options.recipe is None else parse_settings(recipe, options.set)
     common: dict[str, Any] = {"command": options.command, "tensorboard": options.tensorboard}
     if options.resume and holds_run(options.out):
         return stored_launch(options.out, given, options.recipe, **common)
@@ -138,16 +173,13 @@ def show(recipe: Recipe, launch: Launch, console: Console) -> None:
     facts.add_row("  steps", f"{schedule.steps:,}: {schedule.steps * rows * seq:,} tokens")
     console.print("\ndata and schedule", style="bold")
     console.print(facts, highlight=False, markup=False)
-    ranks = recipe.step.token_axis.size if recipe.step.token_axis is not None else 1
-    ids = torch.empty(-(-rows // ranks), seq, dtype=torch.int64, device="meta")
-    micro = recipe.step.split({"input_ids": ids, "labels": ids})
-    tokens = micro[0]["input_ids"].numel()
+    tokens, micro_batches = micro_batches_of(recipe)
     console.print("\nmemory of this rank, estimated; not all of it is there at once", style="bold")
     if tokens > _MANY_TOKENS:
         console.print(f"  not estimated for a micro-batch of {tokens:,} tokens: make it smaller", highlight=False)
         return
     table = Table.grid(padding=(0, 2))
-    for name, size in estimate(recipe.step, tokens, micro_batches=len(micro)).items():
+    for name, size in estimate(recipe.step, tokens, micro_batches=micro_batches).items():
         table.add_row(f"  {name}", Text(f"{size / 1e6:,.1f} MB", justify="right"))
     console.print(table, highlight=False, markup=False)
 

@@ -4,12 +4,13 @@ Code above this package sees an `Axis` and nothing else. What carries a collecti
 
 * `xtf.collectives.local`: an axis of one rank, where nothing moves;
 * `xtf.collectives.process_group`: real ranks, through torch.distributed;
-* `xtf.collectives.simulated`: threads of one process that meet at each collective.
+* `xtf.collectives.simulated`: threads of one process that meet at each collective;
+* `xtf.collectives.planned`: ranks that are not there, of which one stands for all.
 
 An interpreter is a subclass of `Axis` with one method, `Axis.launch`, and a function ``(mesh, names) -> Axis`` given to
 `xtf.mesh.Mesh`. Arguments are checked, bytes counted and gradients defined here, once for all of them; every collective of
-every interpreter passes through ``Axis._issue``. An interpreter without data needs nothing else: `Call.output` has the shape
-of the result, and ``"exchange_counts"`` is a call like the others, which it may answer from a stated distribution.
+every interpreter passes through ``Axis._issue``. There, tensors without values (on the device ``"meta"``) never reach an
+interpreter: `Call.output` has the shape of the result, and nothing moves.
 """
 
 from __future__ import annotations
@@ -158,7 +159,18 @@ class Axis(ABC):
         """
 
     def _issue(self, call: Call, bytes: int) -> Work:
-        return Work(call, self, bytes if self.size > 1 else 0, self.launch(call))
+        launch = self._plan if call.x.is_meta and self.size > 1 else self.launch
+        return Work(call, self, bytes if self.size > 1 else 0, launch(call))
+
+    def _plan(self, call: Call) -> Callable[[], Tensor]:
+        """What stands for `launch` where tensors have no values: memory is taken and kept as ranks do it."""
+        output = call.output(self.index)
+
+        def finish() -> Tensor:
+            assert call.x.is_meta  # the input is held until now
+            return output
+
+        return finish
 
     def start_all_gather(self, x: Tensor, sizes: Sequence[int], *, label: str = "") -> Work:
         """Begin to lay the pieces of all ranks end to end, in axis order.

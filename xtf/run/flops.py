@@ -192,9 +192,8 @@ def meta_params(model: Model) -> tree.Tree:
 
 def meta_constants(model: Model, tokens: int) -> dict[str, Tensor]:
     """The constants of a batch of one document, without values, on the device ``"meta"``."""
-    ids = torch.zeros(1, tokens, dtype=torch.int64)
-    consts = model.pack({"input_ids": ids, "labels": ids}) | {"normalizer": torch.ones((), dtype=torch.float64)}
-    return {name: value.to("meta") if isinstance(value, Tensor) else value for name, value in consts.items()}
+    ids = torch.empty(1, tokens, dtype=torch.int64, device="meta")
+    return model.pack({"input_ids": ids, "labels": ids}) | {"normalizer": torch.ones((), dtype=torch.float64, device="meta")}
 
 
 # The peak of a device -----------------------------------------------------------------------------------------------------------

@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import sys
-from collections.abc import Mapping
-from itertools import pairwise
 from pathlib import Path as FilePath
 
 import torch
 from torch import Tensor
 
 from xtf import tree
-from xtf.ops.cpu import CPU
-from xtf.run.flops import meta_constants
-from xtf.run.rehearsal import rehearse
-from xtf.stage import Exchange, Program, Stage
+from xtf.memory.rehearsal import host_bytes, meta_state, on_meta, rehearse
 from xtf.step import TrainStep
-from xtf.tree import Path, Tree
+from xtf.tree import Tree
 
 BYTES_PER_PARAMETER = 4 * 4
 """float32: the parameter, its gradient, and AdamW's two moments."""
@@ -124,11 +118,8 @@ def _physical() -> int | None:
 
 
 def estimate(step: TrainStep, tokens: int, *, micro_batches: int = 1) -> dict[str, int]:
-    """Bytes that a training step takes on this rank, by kind, without allocating them.
-
-    Each stage runs once, forward and backward, on tensors without values, and what is alive is counted. Not seen are what a kernel
-    has for itself, the optimizer's temporaries, what the allocator wastes, and what an `xtf.stage.Exchange` moves. A compiling
-    backend fuses, and takes less than is estimated.
+    """Bytes that a training step takes on this rank, by kind, without allocating them: what `xtf.memory.rehearse` finds, in a few
+    numbers.
 
     Args:
         step: the finished step.
@@ -136,12 +127,14 @@ def estimate(step: TrainStep, tokens: int, *, micro_batches: int = 1) -> dict[st
         micro_batches: how many this rank makes of its batch; with several, gradients are there from the first on.
 
     Returns:
-        ``parameters``, ``gradients``, ``optimizer``: exact. ``batch``: ids, positions and rotary tables of a micro-batch.
-        ``activations``: what all stages together keep for their backward. ``gathered``: whole parameters of two stages and the
-        gradients under way in a reduction, where parameters are sharded or cast. ``logits``: what the loss stage has at once, whole
-        or a chunk, with the gradients that it makes. ``stage``: what the largest other stage has at once, with its gradients.
-        ``update``: updates and new copies of parameters and optimizer state, where the step does not donate.
-        ``peak``: the most at any moment, which is less than the sum of all: they are not there together.
+        ``parameters``, ``gradients``, ``optimizer``: exact. ``batch``: ids, positions and rotary tables of the micro-batches.
+        ``activations``: the most that values, their gradients and what stages keep for their backward take at once.
+        ``gathered``: the most of whole parameters, and of what collectives take and bring.
+        ``logits``: what the loss stage has at once, whole or a chunk.
+        ``stage``: the most that another stage makes and drops while it runs.
+        ``update``: what the update takes besides, as new copies of parameters and optimizer state where the step does not donate.
+        ``host``: the most in host memory.
+        ``peak``: the most on the device at any moment, which is less than the sum of all: they are not there together.
 
     Raises:
         ValueError: for ``tokens`` or ``micro_batches`` below 1.
@@ -153,80 +146,25 @@ def estimate(step: TrainStep, tokens: int, *, micro_batches: int = 1) -> dict[st
         >>> found["parameters"] == 4 * step.model.param_count()[0], found["optimizer"] // found["parameters"]
         (True, 2)
     """
-    for name, value in {"tokens": tokens, "micro_batches": micro_batches}.items():
-        if value < 1:
-            raise ValueError(f"estimate: {name} is {value}, expected at least 1")
-    local = {path: torch.empty(at.shape(), dtype=step.specs[path].dtype, device="meta") for path, at in step.placements.items()}
-    trained = frozenset(path for path, spec in step.specs.items() if spec.trainable)
-    of_model = tree.from_items(step.model.specs, {path: leaf if path in trained else None for path, leaf in local.items()})
-    parameters, optimizer = _bytes(local), _bytes(step.optimizer.init(of_model, step.placed()))
-    consts = meta_constants(step.model, tokens)
-    dtypes = {path: step.precision.compute or spec.dtype for path, spec in step.specs.items()}
-    whole = {path: torch.empty(spec.shape, dtype=dtypes[path], device="meta") for path, spec in step.specs.items()}
-    rehearsal = rehearse(_without_exchanges(step), whole, consts, trained)
-    kept = _gradients(step, {path: local[path] for path in trained}, rehearsal.gradients)
-    gradients, gathered, batch = sum(kept.values()), _gathered(step, dtypes), _bytes(consts)
-    complete = gradients if micro_batches > 1 else 0
-    most = rehearsal.forward + complete
-    for moment in rehearsal.backward:
-        # experts that other ranks own get no gradients here
-        foreign = sum((whole[path].numel() - _owned(step, path)) * whole[path].element_size() for path in moment.makes)
-        most = max(most, moment.bytes - foreign + complete)
-        complete = min(gradients, complete + sum(kept[path] for path in moment.completes))
-    update = 0 if step.compilation.donate else parameters + gradients + optimizer
+    line = rehearse(step, tokens, micro_batches=micro_batches)
+    before = next(m for m in line.moments if m.event.what == "update")
+    passes = [m for m in line.moments if m.event.direction != "update"]
+    updates = line.moments[line.moments.index(before) + 1 :]
+    state = meta_state(on_meta(step, step.optimizer, 1))
     return {
-        "parameters": parameters,
-        "gradients": gradients,
-        "optimizer": optimizer,
-        "batch": batch,
-        "activations": rehearsal.activations,
-        "gathered": gathered,
-        "logits": rehearsal.loss,
-        "stage": rehearsal.stage,
-        "update": update,
-        "peak": parameters + optimizer + max(batch + gathered + most, gradients + update),
+        "parameters": _bytes(state.params),
+        "gradients": before.live["gradients"],
+        "optimizer": _bytes(state.opt) - host_bytes(state),
+        "batch": line.most["batch"],
+        "activations": line.most["activations"],
+        "gathered": line.most["communication"],
+        "logits": line.most["logits"],
+        "stage": max(m.most["workspace"] for m in passes),
+        "update": max(m.peak for m in updates) - sum(before.live.values()),
+        "host": line.most["host"],
+        "peak": line.peak.peak,
     }
 
 
 def _bytes(value: Tree) -> int:
     return sum(leaf.nbytes for leaf in tree.leaves(value) if isinstance(leaf, Tensor))
-
-
-def _owned(step: TrainStep, path: Path) -> int:
-    """Elements of a leaf that this rank's stages compute with."""
-    return torch.Size(step.placements[path].shape(owned_only=True)).numel()
-
-
-def _without_exchanges(step: TrainStep) -> Program:
-    """The step's program before transfers are declared. A rewrite that puts exchanges into it is left out: they need ranks."""
-    step, program = dataclasses.replace(step, ops=CPU), step.model.build(CPU)
-    for rewrite in step.rewrites:
-        rewritten = rewrite(step, program)
-        program = program if any(isinstance(node, Exchange) for node in rewritten) else rewritten
-    return program
-
-
-def _gradients(step: TrainStep, trained: Mapping[Path, Tensor], made: Mapping[Path, torch.dtype]) -> dict[Path, int]:
-    """Bytes of each gradient that this rank keeps: in the dtype that a reduction leaves, or as its stage makes it."""
-    reduced = {path for node in step.program if isinstance(node, Stage) and node.reduce is not None for path in node.params.values()}
-    found: dict[Path, int] = {}
-    for path, leaf in trained.items():
-        left = torch.promote_types(step.precision.reduce or leaf.dtype, leaf.dtype)
-        found[path] = leaf.numel() * (left if path in reduced else made[path]).itemsize
-    return found
-
-
-def _gathered(step: TrainStep, dtypes: Mapping[Path, torch.dtype]) -> int:
-    """Bytes of whole leaves: of two stages in a row, or of all where they are not gathered again; once more of the one that
-    arrives, while it is put together; and of the flat gradients of a stage that is being reduced."""
-    whole, arriving, reducing = list[int](), 0, 0
-    for node in step.program:
-        if isinstance(node, Stage) and node.gather is not None:
-            sizes = {path: _owned(step, path) for path in node.params.values()}
-            split = [path for path in sizes if step.placements[path].gathered is not None]
-            cast = [path for path in sizes if path in split or dtypes[path] != step.specs[path].dtype]
-            whole.append(sum(sizes[path] * dtypes[path].itemsize for path in cast))
-            arriving = max(arriving, sum(sizes[path] * dtypes[path].itemsize for path in split))
-            reducing = max(reducing, sum(sizes[path] * (step.precision.reduce or step.specs[path].dtype).itemsize for path in split))
-    both = max((a + b for a, b in pairwise(whole)), default=sum(whole))
-    return (both if step.sharding.regather else sum(whole)) + arriving + reducing

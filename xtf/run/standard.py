@@ -12,6 +12,7 @@ from typing import Any, Literal, NamedTuple, cast
 import torch
 
 import xtf
+from xtf.collectives.planned import even
 from xtf.collectives.process_group import backend as device_backend
 from xtf.data.text import TOKENIZER_FILE
 from xtf.mesh import Mesh
@@ -131,8 +132,8 @@ def standard(
     if not data and built.vocab < 2048:
         raise ValueError(f"--model {model} has a vocabulary of {built.vocab}, the tokenizer of the demo's text one of 2048: take another")
     step = xtf.train_step(built, _optimizer(optimizer, rate, warmup, decay, steps, weight_decay, clip), device=device_backend()[1])
-    applied = transforms if transforms is not None else "shard,chunk_loss" if ranks.size > 1 else "chunk_loss"
-    step = xtf.compile(xtf.compose(*parse_transforms(applied, ranks))(step), backend=backend, donate=True)
+    applied = parse_transforms(default_transforms(ranks) if transforms is None else transforms, ranks)
+    step = xtf.compile(xtf.compose(*applied)(step), backend=backend, donate=True)
     return Recipe(
         mesh=ranks,
         step=step,
@@ -143,6 +144,11 @@ def standard(
         seed=seed,
         title=f"{called} on {', '.join(path.name for path in data)}" if data else f'{called} on "Pride and Prejudice"',
     )
+
+
+def default_transforms(mesh: Mesh) -> str:
+    """What is applied where ``--transforms`` is not given."""
+    return "shard,chunk_loss" if mesh.size > 1 else "chunk_loss"
 
 
 def is_preset(model: str) -> bool:
@@ -204,18 +210,26 @@ def _optimizer(name: str, lr: float, warmup: int, decay: str, steps: int, weight
     return xtf.optim.chain(xtf.optim.clip_by_global_norm(clip), update) if clip else update
 
 
+PLAN = "plan:"
+"""What a mesh of planned ranks begins with."""
+
+
 def parse_mesh(text: str) -> Mesh:
-    """The mesh of a text as ``replica=2,data=-1``.
+    """The mesh of a text as ``replica=2,data=-1``; of ``plan:data=8,expert=8`` one of ranks that are not there (`xtf.plan_mesh`), on which
+    -1 is 1.
 
     Raises:
         ValueError: for what is no list of ``axis=size``, or sizes that do not fit the ranks there are.
     """
     sizes: dict[str, int] = {}
-    for part in text.split(","):
+    planned, given = text.startswith(PLAN), text.removeprefix(PLAN)
+    for part in given.split(","):
         name, _, size = part.partition("=")
         if not name.strip().isidentifier() or not size.strip().lstrip("-").isdigit() or name.strip() in sizes:
             raise ValueError(f"--mesh {text}: expected different axes with sizes, as data=-1 or replica=2,data=4")
         sizes[name.strip()] = int(size)
+    if planned:
+        return xtf.plan_mesh(rank=0, routing=even, **{name: 1 if size == -1 else size for name, size in sizes.items()})
     try:
         return xtf.mesh(**sizes)
     except ValueError as error:
