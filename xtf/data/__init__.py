@@ -12,6 +12,7 @@ from xtf.data.packing import pack_documents
 from xtf.data.pipeline import Part, Tokenized, tokenize_files
 from xtf.data.plan import Balance, Pieces, Plan, Step
 from xtf.data.plan_bounds import independence, least_time
+from xtf.data.plan_step import plan_step
 from xtf.data.rows import RowError, read_rows
 from xtf.data.text import Tokens, batches, demo_tokenizer, encode, load_corpus, tokenize, unigram_entropy, windows
 
@@ -51,6 +52,7 @@ __all__ = [
     "pack_documents",
     "parse_row",
     "plan_batches",
+    "plan_step",
     "read_chat_jsonl",
     "read_rows",
     "stream_batches",

@@ -123,11 +123,10 @@ def fill(documents: Documents, members: Rows, *, rows: int, seq: int, pad_id: in
     owners = np.full((rows, seq), -1, np.int64)
     for row, own in enumerate(members):
         begin = 0
-        for index in own.tolist():
-            document = documents.fetch(index)
+        for index, document in zip(own.tolist(), documents.read(own), strict=True):
             span = (row, slice(begin, begin + len(document.ids)))
             ids[span], weights[span], owners[span] = document.ids, document.weights, index
-            labels[span] = np.where(document.weights > 0, document.ids, IGNORE)
+            labels[span] = np.where(document.weights > 0, document.ids if document.labels is None else document.labels, IGNORE)
             begin += len(document.ids)
     parts = {"input_ids": ids, "labels": labels, "loss_weights": weights, "document_ids": owners}
     return {name: torch.from_numpy(part) for name, part in parts.items()}  # pyright: ignore[reportUnknownMemberType]
@@ -135,4 +134,4 @@ def fill(documents: Documents, members: Rows, *, rows: int, seq: int, pad_id: in
 
 def taught(documents: Documents) -> npt.NDArray[np.bool_]:
     """Which documents have a token that is learned; the first of a document never is."""
-    return np.asarray([bool((documents.fetch(index).weights[1:] > 0).any()) for index in range(len(documents))], np.bool_)
+    return np.asarray([bool((documents[index].weights[1:] > 0).any()) for index in range(len(documents))], np.bool_)
