@@ -4,10 +4,12 @@ from xtf.data.balance import plan_batches, stream_batches
 from xtf.data.baselines import concatenate_and_cut, greedy_packing, length_grouped
 from xtf.data.batches import PackedBatches, held_out_batches
 from xtf.data.cache import Skipped, default_cache_dir
+from xtf.data.calibrate import measure_cost
 from xtf.data.chat import ChatEncoder, TextEncoder, encode_chat, read_chat_jsonl
 from xtf.data.conversation import Conversation, Message, parse_row
 from xtf.data.cost import Cost, CostFunction, document_cost, fit_cost
 from xtf.data.documents import Document, Documents
+from xtf.data.mix import Mixture, Source
 from xtf.data.packing import pack_documents
 from xtf.data.pipeline import Part, Tokenized, tokenize_files
 from xtf.data.plan import Balance, Pieces, Plan, Step
@@ -25,12 +27,14 @@ __all__ = [
     "Document",
     "Documents",
     "Message",
+    "Mixture",
     "PackedBatches",
     "Part",
     "Pieces",
     "Plan",
     "RowError",
     "Skipped",
+    "Source",
     "Step",
     "TextEncoder",
     "Tokenized",
@@ -49,6 +53,7 @@ __all__ = [
     "least_time",
     "length_grouped",
     "load_corpus",
+    "measure_cost",
     "pack_documents",
     "parse_row",
     "plan_batches",

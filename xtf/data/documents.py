@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, cast
@@ -177,6 +178,27 @@ class Documents:
             return found
 
         return Documents(np.concatenate([np.zeros(0, np.int64), *(part.lengths for part in parts)]), fetch)
+
+    def weighted(self, factor: float = 1.0, *, everything: bool = False) -> Documents:
+        """The same documents with other loss weights.
+
+        Args:
+            factor: what they are multiplied by, finite and above 0.
+            everything: whether every token is learned first, with the weight 1, also what others than the assistant say.
+
+        Example:
+            >>> docs = Documents.of([[1, 2]], [[0.0, 1.0]])
+            >>> docs.weighted(0.5)[0].weights.tolist(), docs.weighted(everything=True)[0].weights.tolist()
+            ([0.0, 0.5], [1.0, 1.0])
+        """
+        if not 0 < factor < math.inf:
+            raise ValueError(f"a factor of loss weights is {factor}: expected a finite number above 0")
+
+        def fetch(indices: Ints) -> list[Document]:
+            found = self.read(indices)
+            return [d._replace(weights=(np.ones_like(d.weights) if everything else d.weights) * np.float32(factor)) for d in found]
+
+        return self if factor == 1 and not everything else Documents(self.lengths, fetch)
 
     def limited(self, tokens: int, *, long: Literal["cut", "split", "auto"] = "cut") -> Documents:
         """No document longer than ``tokens``.
