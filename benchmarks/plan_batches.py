@@ -20,7 +20,17 @@ from typing import Any
 
 import numpy as np
 
-from xtf.data import Cost, Plan, concatenate_and_cut, document_cost, greedy_packing, least_time, length_grouped, plan_batches
+from xtf.data import (
+    Cost,
+    Plan,
+    best_fit_packing,
+    concatenate_and_cut,
+    document_cost,
+    greedy_packing,
+    least_time,
+    length_grouped,
+    plan_batches,
+)
 from xtf.models import preset
 
 
@@ -33,6 +43,7 @@ def methods(model: Cost) -> dict[str, Callable[..., tuple[Plan, Plan]]]:
     return {
         "concatenate and cut": lambda lengths, **layout: both(concatenate_and_cut(lengths, **layout)),
         "greedy": lambda lengths, **layout: both(greedy_packing(lengths, too_long="split", **layout)),
+        "best fit": lambda lengths, **layout: both(best_fit_packing(lengths, too_long="split", **layout)),
         "length grouped": lambda lengths, **layout: both(length_grouped(lengths, too_long="split", **layout)),
         "balanced": lambda lengths, **layout: (
             plan_batches(lengths, too_long="split", **layout),

@@ -324,9 +324,7 @@ def test_what_cannot_be_parsed_ends_with_2(args: list[str], capsys: pytest.Captu
     assert "xtf train --help" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("command", "hint"), [("trian", "did you mean train?"), ("fly", "there is train, generate, eval, export, upcycle, plot.")]
-)
+@pytest.mark.parametrize(("command", "hint"), [("trian", "did you mean train?"), ("fly", f"there is {', '.join(cli.COMMANDS)}.")])
 def test_unknown_commands_name_known_ones(command: str, hint: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([command]) == 2
     assert capsys.readouterr().err == f"xtf: no command {command!r}; {hint} See xtf --help\n"

@@ -37,6 +37,7 @@ COMMANDS: dict[str, _Known] = {
     "eval": _Known("Loss, perplexity and log-probabilities of a file.", "xtf.run.evaluate", "EvalOptions"),
     "export": _Known("Write a checkpoint in Hugging Face layout.", "xtf.run.export", "ExportOptions"),
     "upcycle": _Known("Make a mixture of experts of a dense checkpoint.", "xtf.run.upcycle", "UpcycleOptions"),
+    "data": _Known("Look at data: what packing will do; a packed sequence with its loss mask.", "xtf.cli.data", "DataCommand", "main"),
     "plot": _Known("Draw the curves of one run, or of several over each other.", "xtf.run.compare", "PlotOptions"),
 }
 

@@ -1,7 +1,7 @@
 """Data: the text that ships with the package, conversations, and batches of either."""
 
 from xtf.data.balance import plan_batches, stream_batches
-from xtf.data.baselines import concatenate_and_cut, greedy_packing, length_grouped
+from xtf.data.baselines import best_fit_packing, concatenate_and_cut, greedy_packing, length_grouped
 from xtf.data.batches import PackedBatches, held_out_batches
 from xtf.data.cache import Skipped, default_cache_dir
 from xtf.data.calibrate import measure_cost
@@ -40,6 +40,7 @@ __all__ = [
     "Tokenized",
     "Tokens",
     "batches",
+    "best_fit_packing",
     "concatenate_and_cut",
     "default_cache_dir",
     "demo_tokenizer",

@@ -141,7 +141,7 @@ class FileData:
 
     def _tokenize(self, console: Console) -> tuple[Tokenized, Tokenized | None]:
         def tokens(files: Sequence[Path]) -> Tokenized:
-            with _bar(console) as progress:
+            with tokenizing(console) as progress:
                 return tokenize_files(
                     files,
                     self.tokenizer,
@@ -184,7 +184,7 @@ class FileData:
 
 
 @contextlib.contextmanager
-def _bar(console: Console) -> Generator[Callable[[int, int], None]]:
+def tokenizing(console: Console) -> Generator[Callable[[int, int], None]]:
     """A progress bar for tokenising, which appears with the first news of it; none where nothing is said."""
     columns = (TextColumn("tokenising"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
     bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
