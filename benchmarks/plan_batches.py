@@ -5,8 +5,8 @@
     python benchmarks/plan_batches.py --files real_inputs/text/*.jsonl --tokenizer real_inputs/smollm2-135m
 
 Lengths are drawn: by default from a log-normal (median 600 tokens, sigma 1), all equal (600), of two values (8,000 and 100), or with a
-heavy tail (Pareto, exponent 1.2, from 100 on), all cut at the tokens of a pack, or at 8192. Or they are read: with --lengths from a file (one
-integer a line; longer ones are split), with --files those of the documents of each data file, repeated until they fill ten steps.
+heavy tail (Pareto, exponent 1.2, from 100 on), all cut at the tokens of a pack, or at 8192. Or they are read: with --lengths from a file
+(one integer a line; longer ones are split), with --files those of the documents of each data file, repeated until they fill ten steps.
 
 Each row is a method and a number of ranks: how full packs are; the mean over full steps of the slowest rank ÷ the mean rank, by full
 attention alone and by the FLOPs of a model; beside each what the slowest ranks of all steps cost together ÷ the least that they cost in
@@ -110,9 +110,8 @@ def main() -> None:
     real = of_files(args.files, args.tokenizer) if args.files else {}
     model = document_cost(preset(args.model))
     for name, lengths in (cases | real).items():
-        print(
-            f"{name}: {len(lengths)} documents, {int(lengths.sum())} tokens, packs of {args.max_tokens}, {args.accumulate} for each rank in a step"
-        )
+        layout = f"packs of {args.max_tokens}, {args.accumulate} for each rank in a step"
+        print(f"{name}: {len(lengths)} documents, {int(lengths.sum())} tokens, {layout}")
         print(f"{'':20}  ranks  steps     fill  attention ÷ least  {args.model:>13} ÷ least  random  left  seconds")
         for ranks in args.ranks:
             room = 10 * ranks * args.accumulate * args.max_tokens
