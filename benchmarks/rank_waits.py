@@ -25,7 +25,7 @@ from torch.multiprocessing.spawn import spawn
 
 import xtf
 from xtf.collectives import Axis, Call
-from xtf.data import Cost, Documents, default_cache_dir, measure_cost, plan_step, tokenize_files
+from xtf.data import Cost, Documents, default_cache_dir, document_cost, measure_cost, plan_step, tokenize_files
 from xtf.data.plan import Pieces
 from xtf.data.text import TOKENIZER_FILE
 from xtf.transforms import balance_batch, chunk_loss, shard
@@ -82,7 +82,7 @@ def rank(index: int, args: argparse.Namespace) -> None:
     model = xtf.models.from_hf(CONFIG | {"max_position_embeddings": args.max_tokens})
     plain = xtf.compose(shard(mesh["data"]), chunk_loss())(xtf.train_step(model, xtf.optim.sgd(lr=1e-3)))
     params = plain.init(0).params
-    cost: Cost = measure_cost(plain, params, max_tokens=args.max_tokens, repeats=1)
+    cost: Cost = measure_cost(plain, params, max_tokens=args.max_tokens) if args.measure else document_cost(model)
     balanced = balance_batch(mesh["data"], max_tokens=args.max_tokens, cost=cost)(plain)
     clock, axis = Clock(mesh["data"]), mesh["data"]
     order = np.random.default_rng(args.seed).permutation(len(documents))
@@ -122,6 +122,7 @@ def main() -> None:
     parser.add_argument("--documents", type=int, default=12, help="of a global step")
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--measure", action="store_true", help="fit the cost to this machine; by default FLOPs")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--port", type=int, default=29517)
     parser.add_argument("--cache", type=Path, default=default_cache_dir())

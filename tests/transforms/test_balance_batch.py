@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from plan_lengths import QWEN3_30B, log_normal
 from torch import Tensor
 
 from tests import laws
@@ -259,3 +260,28 @@ def test_real_ranks_train_as_one_does() -> None:
         assert loss == pytest.approx(float(metrics["loss"]), rel=1e-12)
         for got, want in zip(params, tree.leaves(state.params), strict=True):
             torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("tokens", [8192, 5000])
+def test_a_step_of_many_documents_is_even(tokens: int) -> None:
+    """Where documents in turn to ranks are not, in steps that nearly fill their packs, and in steps that do not."""
+    for seed in range(4):
+        lengths = np.minimum(log_normal(8 * 4 * tokens // 970, seed), 4096)
+        ranks, in_turn = costs(lengths), [float(QWEN3_30B(lengths[rank::8]).sum()) for rank in range(8)]
+        assert ranks.sum(axis=1).max() / ranks.sum(axis=1).mean() < 1.01 < 1.04 < max(in_turn) / np.mean(in_turn)
+        assert ranks.max(axis=0).sum() / ranks.mean(axis=0).sum() < 1.015  # also where ranks wait after every micro-batch
+
+
+def test_heavy_documents_of_a_step_stand_in_one_micro_batch() -> None:
+    """Else a rank that has one would make all others wait; when it runs they have full packs too, and less later."""
+    lengths = np.concatenate([np.full(5, 8000), np.full(400, 300)])
+    ranks = costs(lengths)
+    heavy = ranks.max(axis=0).argmax()
+    assert (ranks[:, heavy] > 1.3 * np.delete(ranks, heavy, axis=1).max()).all()
+    assert ranks.max(axis=0).sum() < 1.07 * ranks.sum(axis=1).mean()
+
+
+def costs(lengths: Any) -> Any:
+    """Of each micro-batch of each rank, (8, micro-batches)."""
+    plan = plan_step(lengths, max_tokens=8192, data_ranks=8, cost=QWEN3_30B)
+    return plan.totals(QWEN3_30B(plan.flat.lengths))[0]
