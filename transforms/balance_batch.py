@@ -11,7 +11,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from xtf.batch import Batch
 from xtf.collectives import Axis
 from xtf.data.batches import fill
 from xtf.data.cost import CostFunction, document_cost
@@ -22,6 +21,9 @@ from xtf.data.plan_step import plan_step
 from xtf.mesh import join
 from xtf.stage import Program
 from xtf.step import TrainStep
+
+Micro = dict[str, Tensor]
+"""A micro-batch: one row, of its own length."""
 
 
 def balance_batch(
@@ -89,17 +91,17 @@ def balance_batch(
             ranks = 1 if axis is None else axis.size
             return plan_step(documents.lengths, max_tokens=max_tokens, data_ranks=ranks, seed=seed, cost=chosen, too_long=too_long)
 
-        def own(documents: Documents) -> tuple[list[Batch], int]:
+        def own(documents: Documents) -> tuple[list[Micro], int]:
             planned = plan(documents)
             pieces = planned[0].pieces(0 if axis is None else axis.index)
             return rows(documents, pieces, max_tokens if pad else None), _digest(documents, planned)
 
-        def split(given: Any) -> list[Batch]:
+        def split(given: Any) -> list[Micro]:
             if not isinstance(given, Documents):
-                return list(inner(given))
+                return [dict(micro) for micro in inner(given)]
             packs = _agreed(axis, device, lambda: own(given))
             moved = [{name: value.to(device) for name, value in pack.items()} for pack in packs]
-            return [micro for pack in moved for micro in inner(pack)]
+            return [dict(micro) for pack in moved for micro in inner(pack)]
 
         def check(finished: TrainStep, program: Program) -> Program:
             over = {name for held in finished.token_axes for name in held.names if held.mesh.sizes[name] > 1}
@@ -122,7 +124,7 @@ def balance_batch(
     return transform
 
 
-def rows(documents: Documents, packs: tuple[Pieces, ...], tokens: int | None = None) -> list[Batch]:
+def rows(documents: Documents, packs: tuple[Pieces, ...], tokens: int | None = None) -> list[Micro]:
     """Each pack as a batch of one row. Every document is fetched once.
 
     Args:
@@ -148,10 +150,10 @@ def _digest(documents: Documents, plan: Plan) -> int:
     return int.from_bytes(whole.digest()[:8], "big") >> 1
 
 
-def _agreed(axis: Axis | None, device: torch.device, work: Callable[[], tuple[list[Batch], int]]) -> list[Batch]:
+def _agreed(axis: Axis | None, device: torch.device, work: Callable[[], tuple[list[Micro], int]]) -> list[Micro]:
     """What ``work`` gives, if it succeeds on all ranks with the same digest; else all raise, and none waits for the others."""
     error: Exception | None = None
-    packs, digest = list[Batch](), 0
+    packs, digest = list[Micro](), 0
     try:
         packs, digest = work()
     except Exception as problem:

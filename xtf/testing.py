@@ -232,7 +232,7 @@ def _cross_entropy(model: Model, params: Any, batch: Batch) -> Tensor:
     return -(logprobs * weights).sum() * normalizer(weights.sum())
 
 
-def _aux_metrics(model: Model, params: Any, micros: Sequence[Batch], total: Tensor) -> dict[str, Tensor]:
+def _aux_metrics(model: Model, params: Any, micros: Sequence[Mapping[str, Tensor]], total: Tensor) -> dict[str, Tensor]:
     """What the auxiliary loss reports, averaged over micro-batches by their share of the weights."""
     if model.aux is None:
         return {}
@@ -291,10 +291,10 @@ def _factor(got: Tensor, want: Tensor, sizes: Mapping[str, int]) -> str:
     return f"; it is {factor:.6g} × the reference" + (f" ({cause})" if cause else "")
 
 
-def _global_micros(seen: Sequence[Observation]) -> list[Batch]:
+def _global_micros(seen: Sequence[Observation]) -> list[dict[str, Tensor]]:
     """The micro-batches of all ranks that hold distinct tokens, joined rank by rank."""
     holders = [o for o in seen if all(at == 0 for axis, at in o.coordinate.items() if axis not in o.token_axes)]
-    joined: list[Batch] = []
+    joined: list[dict[str, Tensor]] = []
     for parts in zip(*(o.micros for o in holders), strict=True):
         keys, seq = {key for part in parts for key in part}, max(part["input_ids"].shape[1] for part in parts)
         default = {"document_ids": 0, "loss_weights": 1.0}

@@ -112,7 +112,7 @@ def _group_levels(falling: Floats, packs: int, group: int) -> Floats:
 
     Example:
         >>> _group_levels(np.array([6.0, 1, 1, 1, 1, 1, 1]), 4, 2).tolist(), _group_levels(np.array([1.0] * 8), 4, 2).tolist()
-        ([6.0, 0.0], [2.0, 2.0])
+        ([6.0, 1.0], [2.0, 2.0])
     """
     groups = packs // group
     heads = np.zeros(groups)
