@@ -190,3 +190,14 @@ def test_impossible_mixtures_are_refused() -> None:
         PackedBatches(documents([3]), rows=1, seq=4, seed=0, packing="best")  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match="the source b has no document"):
         PackedBatches(documents([3, 1]), rows=1, seq=4, seed=0, sources=[Source("a", 1), Source("b", 1)])
+
+
+def test_documents_that_are_not_there_are_refused() -> None:
+    docs = documents([3, 4])
+    assert [len(one.ids) for one in docs.read([1, 0, 1])] == [4, 3, 4] and docs.read([]) == []
+    with pytest.raises(IndexError, match="documents 1 to 2 are asked for, there are 2"):
+        docs.read([1, 2])
+    with pytest.raises(IndexError, match="there are 2"):
+        docs.read([-1])
+    with pytest.raises(ValueError, match=r"a factor of loss weights is 0: expected a finite number above 0"):
+        docs.weighted(0)

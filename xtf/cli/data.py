@@ -10,7 +10,10 @@ from xtf.run import inspect_data, preview_data
 from xtf.run.inspect_data import InspectOptions
 from xtf.run.preview_data import PreviewOptions
 
-DataCommand = Annotated[InspectOptions, tyro.conf.subcommand("inspect")] | Annotated[PreviewOptions, tyro.conf.subcommand("preview")]
+DataCommand = Annotated[
+    Annotated[InspectOptions, tyro.conf.subcommand("inspect")] | Annotated[PreviewOptions, tyro.conf.subcommand("preview")],
+    tyro.conf.FlagCreatePairsOff,
+]
 """What ``xtf data`` can do."""
 
 

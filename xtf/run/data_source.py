@@ -22,19 +22,19 @@ class DataOptions:
 
     model: Annotated[str, tyro.conf.arg(metavar="MODEL")] = "tiny-moe"
     """A Hugging Face checkpoint folder or a preset, as for training: its tokenizer reads the files, its FLOPs are what a document costs."""
-    tokenizer: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
+    tokenizer: Annotated[Path | None, tyro.conf.arg(metavar="DIR", help_behavior_hint="")] = None
     """Folder of the tokenizer. By default that of the model."""
     seq: Annotated[int, tyro.conf.arg(metavar="INT")] = 1024
     """Tokens of a row, into which documents are packed."""
     seed: Annotated[int, tyro.conf.arg(metavar="INT")] = 0
     """Of the order."""
-    template: Annotated[str | None, tyro.conf.arg(metavar="TEXT")] = None
+    template: Annotated[str | None, tyro.conf.arg(metavar="TEXT", help_behavior_hint="")] = None
     """Chat template: a .jinja file or the name of one that ships with xtf. By default the tokenizer's own."""
     skip_bad_lines: bool = False
     """Skip lines that cannot be read; they are counted."""
     special_tokens_in_text: bool = False
     """Let texts that look like special tokens become these."""
-    cache: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
+    cache: Annotated[Path | None, tyro.conf.arg(metavar="DIR", help_behavior_hint="")] = None
     """Folder where tokenised files are kept. By default in the user's cache folder."""
 
     def check(self) -> None:

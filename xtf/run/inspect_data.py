@@ -46,7 +46,7 @@ METHODS: dict[str, Callable[..., Plan]] = {
 class InspectOptions(DataOptions):
     """Lengths of documents, and what packing will do: how full rows are, and how long ranks wait for the slowest."""
 
-    files: Annotated[tyro.conf.Positional[tuple[Path, ...]], tyro.conf.arg(metavar="FILE")] = ()
+    files: Annotated[tyro.conf.Positional[tuple[Path, ...]], tyro.conf.arg(metavar="FILE [FILE ...]", help_behavior_hint="")] = ()
     """JSONL, JSON or Parquet of conversations or of texts, as for training."""
     ranks: Annotated[tuple[int, ...], tyro.conf.arg(metavar="INT [INT ...]")] = (2, 8, 64)
     """Numbers of ranks to plan for, each with one row in a step."""

@@ -26,7 +26,7 @@ _LEARNED, _OTHER, _CONTEXT = "bold green", "bold yellow", "dim"
 class PreviewOptions(DataOptions):
     """A packed sequence as text: what is learned is coloured, or stands between ⟦ and ⟧ where there are no colours."""
 
-    file: Annotated[tyro.conf.Positional[Path | None], tyro.conf.arg(metavar="FILE")] = None
+    file: Annotated[tyro.conf.Positional[Path | None], tyro.conf.arg(metavar="FILE", help_behavior_hint="")] = None
     """JSONL, JSON or Parquet of conversations or of texts, as for training."""
     row: Annotated[int, tyro.conf.arg(metavar="INT")] = 0
     """Which sequence, in the order of training."""
