@@ -63,11 +63,11 @@ def balance_batch(
         >>> import xtf
         >>> from xtf.data import Documents
         >>> step = xtf.train_step(xtf.models.preset("tiny-moe"), xtf.optim.adamw(lr=1e-3))
-        >>> docs = Documents.of([[1, 2, 3, 4], [5, 6], [7, 8, 9], [10, 11, 12]])
+        >>> docs = Documents.of([[1] * 40, [2] * 20, [3] * 30, [4] * 30])
         >>> def sizes(mesh):
-        ...     return [micro["input_ids"].shape[1] for micro in balance_batch(mesh["data"], max_tokens=8)(step).split(docs)]
-        >>> sorted(xtf.simulate(sizes, data=2))
-        [[6], [6]]
+        ...     return [micro["input_ids"].shape[1] for micro in balance_batch(mesh["data"], max_tokens=80)(step).split(docs)]
+        >>> xtf.simulate(sizes, data=2)
+        [[60], [60]]
 
     References:
         Balancing packed documents by attention cost: Wang et al. 2025, "WLB-LLM".
@@ -94,7 +94,7 @@ def balance_batch(
         def own(documents: Documents) -> tuple[list[Micro], int]:
             planned = plan(documents)
             pieces = planned[0].pieces(0 if axis is None else axis.index)
-            return rows(documents, pieces, max_tokens if pad else None), _digest(documents, planned)
+            return rows(documents, pieces, max_tokens if pad else min(max_tokens, _SHORTEST)), _digest(documents, planned)
 
         def split(given: Any) -> list[Micro]:
             if not isinstance(given, Documents):
@@ -124,13 +124,17 @@ def balance_batch(
     return transform
 
 
-def rows(documents: Documents, packs: tuple[Pieces, ...], tokens: int | None = None) -> list[Micro]:
+_SHORTEST = 16
+"""Tokens of a row at least, also of a rank without documents: enough to run in the parts of an overlap (`xtf.overlap`)."""
+
+
+def rows(documents: Documents, packs: tuple[Pieces, ...], least: int = _SHORTEST) -> list[Micro]:
     """Each pack as a batch of one row. Every document is fetched once.
 
     Args:
         documents: whose pieces they are.
         packs: the pieces of each.
-        tokens: of a row; where ``None``, those of its pieces. An empty pack has one token of padding.
+        least: tokens of a row that has fewer: it is filled up with padding, as is that of an empty pack.
     """
     every = Pieces.join(packs)
     needed = np.unique(every.documents)
@@ -138,7 +142,7 @@ def rows(documents: Documents, packs: tuple[Pieces, ...], tokens: int | None = N
     parts = [fetched[d].part(a, b) for d, a, b in zip(*(column.tolist() for column in every), strict=True)]
     pieces = Documents(every.lengths, lambda indices: [parts[i] for i in indices.tolist()])
     ends = np.cumsum([0, *(len(pack.documents) for pack in packs)]).tolist()
-    sizes = [max(1, int(pack.lengths.sum())) if tokens is None else tokens for pack in packs]
+    sizes = [max(least, int(pack.lengths.sum())) for pack in packs]
     return [fill(pieces, [np.arange(a, b)], rows=1, seq=size) for (a, b), size in zip(pairwise(ends), sizes, strict=True)]
 
 
