@@ -13,10 +13,12 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from einops import rearrange
-from jaxtyping import Float, Int, Int32
+from jaxtyping import Float, Int
 from torch import Tensor
 
+from xtf.attention import Project, attention_stage
 from xtf.checkpoint_map import Named, Source
+from xtf.joint import keep
 from xtf.models import hf
 from xtf.models.rope import Rope, rotate, rotate_first
 from xtf.ops import Ops
@@ -266,17 +268,15 @@ def attention(
     def stages(ops: Ops, key: Hashable) -> tuple[Stage, ...]:
         name = f"layers.{layer}.attention"
         turn = rotate if config.rotary_dim == size else rotate_first
-        fn = attention_fn(size, config.rms_norm_eps, window, head_norms, ops, turn)
-        consts = ("cos", "sin", "cu_seqlens")
-        return (Stage(name, "attention", fn, (key, "attention", window), _own(name, specs), ("x",), ("x",), consts),)
+        project, after = project_fn(size, config.rms_norm_eps, head_norms, turn), tuple(leaf for leaf in ("o", "o_bias") if leaf in specs)
+        own, of = _own(name, specs), (key, "attention", window)
+        return (attention_stage(name, of, own, ops.attention, project, heads_output, after=after, scale=size**-0.5, window=window),)
 
     return Part("attention", specs, sources, stages)
 
 
-def attention_fn(
-    size: int, eps: float, window: int | None, head_norms: bool, ops: Ops, turn: Callable[[Tensor, Tensor, Tensor], Tensor] = rotate
-) -> StageFn:
-    """The function of an attention stage: ``(params, x (T, H), *, cos, sin, cu_seqlens) -> (x,)``; ``turn`` rotates heads."""
+def project_fn(size: int, eps: float, head_norms: bool, turn: Callable[[Tensor, Tensor, Tensor], Tensor] = rotate) -> Project:
+    """What comes before tokens see each other: a norm, and queries, keys and values of each head; ``turn`` rotates heads."""
 
     def normed(params: Params, name: str, heads: Float[Tensor, "T heads D"]) -> Float[Tensor, "T heads D"]:
         return rms_norm(heads, params[name], eps)
@@ -286,21 +286,19 @@ def attention_fn(
 
     head_norm = normed if head_norms else unchanged
 
-    def fn(
-        params: Params,
-        x: Float[Tensor, "T H"],
-        *,
-        cos: Float[Tensor, "T half"],
-        sin: Float[Tensor, "T half"],
-        cu_seqlens: Int32[Tensor, " bounds"],
-    ) -> tuple[Float[Tensor, "T H"]]:
+    def project(
+        params: Params, x: Float[Tensor, "T H"], cos: Float[Tensor, "T half"], sin: Float[Tensor, "T half"]
+    ) -> tuple[Float[Tensor, "T heads D"], Float[Tensor, "T kv_heads D"], Float[Tensor, "T kv_heads D"]]:
         h = rms_norm(x, params["norm"], eps)
         q, k, v = (rearrange(linear(params, name, h), "T (heads D) -> T heads D", D=size) for name in ("q", "k", "v"))
-        q, k = (turn(head_norm(params, name, t), cos, sin) for name, t in (("q_norm", q), ("k_norm", k)))
-        mixed = ops.attention(q, k, v, cu_seqlens, scale=size**-0.5, window=window, sinks=params.get("sinks"))
-        return (x + linear(params, "o", rearrange(mixed, "T heads D -> T (heads D)")),)
+        return turn(head_norm(params, "q_norm", q), cos, sin), turn(head_norm(params, "k_norm", k), cos, sin), v
 
-    return fn
+    return project
+
+
+def heads_output(params: Params, x: Float[Tensor, "T H"], mixed: Float[Tensor, "T heads D"]) -> Float[Tensor, "T H"]:
+    """What comes after tokens have seen each other: the last projection, and the residual."""
+    return x + linear(params, "o", rearrange(mixed, "T heads D -> T (heads D)"))
 
 
 def mlp(config: DecoderConfig, layer: int, leaves: Leaves, *, bias: bool = False) -> Part:
@@ -321,7 +319,7 @@ def mlp(config: DecoderConfig, layer: int, leaves: Leaves, *, bias: bool = False
 
     def stages(ops: Ops, key: Hashable) -> tuple[Stage, ...]:
         name = f"layers.{layer}.mlp"
-        return (Stage(name, "mlp", mlp_fn(config.rms_norm_eps), (key, "mlp"), _own(name, specs), ("x",), ("x",)),)
+        return (Stage(name, "mlp", mlp_fn(config.rms_norm_eps), (key, "mlp"), _own(name, specs), ("x",), ("x",), named=("gate_up",)),)
 
     return Part("mlp", specs, sources, stages)
 
@@ -331,7 +329,8 @@ def mlp_fn(eps: float) -> StageFn:
 
     def fn(params: Params, x: Float[Tensor, "T H"]) -> tuple[Float[Tensor, "T H"]]:
         h = rms_norm(x, params["norm"], eps)
-        return (x + linear(params, "down", silu_mul(linear(params, "gate", h), linear(params, "up", h))),)
+        gate, up = (keep("gate_up", linear(params, name, h)) for name in ("gate", "up"))
+        return (x + linear(params, "down", silu_mul(gate, up)),)
 
     return fn
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from xtf.checkpoint_map import Interleaved, Named, Source, Transposed
 from xtf.experts import ExpertFn
+from xtf.joint import keep
 from xtf.model import Model
 from xtf.models import hf, windows
 from xtf.models.common import SHARED, DecoderConfig, Leaves, Part, attention, check_count, check_dtype, shared_from_hf, shared_to_hf
@@ -149,7 +150,7 @@ def expert_fn(grouped_mm: GroupedMM, alpha: float, limit: float) -> ExpertFn:
 
     def compute(params: Params, rows: Float[Tensor, "rows H"], offsets: Int32[Tensor, " E"]) -> Float[Tensor, "rows H"]:
         of_expert = expert_of_rows(rows, offsets)
-        both = torch.addmm(grouped_mm(rows, params["gate_up"], offsets), of_expert, params["gate_up_bias"])
+        both = keep("expert_gate_up", torch.addmm(grouped_mm(rows, params["gate_up"], offsets), of_expert, params["gate_up_bias"]))
         gate, up = both.chunk(2, -1)
         gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
         out = grouped_mm((up + 1) * gate * torch.sigmoid(alpha * gate), params["down"], offsets)

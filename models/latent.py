@@ -14,15 +14,16 @@ from dataclasses import dataclass
 
 import torch
 from einops import rearrange
-from jaxtyping import Float, Int32
+from jaxtyping import Float
 from torch import Tensor
 
+from xtf.attention import Project, attention_stage
 from xtf.checkpoint_map import Named, Source
-from xtf.models.common import DecoderConfig, Leaves, Part, check_count, linear, rms_norm
+from xtf.models.common import DecoderConfig, Leaves, Part, check_count, heads_output, linear, rms_norm
 from xtf.models.hf import check_flag
 from xtf.models.rope import rotate, rotate_pairs, score_scaling
 from xtf.ops import Ops
-from xtf.stage import Params, Stage, StageFn
+from xtf.stage import Params, Stage
 
 _LATENT_EPS = 1e-6  # of the norms of latents, whatever the config says of the others
 
@@ -106,18 +107,18 @@ def latent_attention(config: LatentConfig, layer: int, leaves: Leaves) -> Part:
 
     def stages(ops: Ops, key: Hashable) -> tuple[Stage, ...]:
         name = f"layers.{layer}.attention"
-        own = {leaf: f"{name}.{leaf}" for leaf in specs}
-        consts = ("cos", "sin", "cu_seqlens")
-        return (Stage(name, "attention", latent_attention_fn(config, ops), (key, "attention"), own, ("x",), ("x",), consts),)
+        own, after = {leaf: f"{name}.{leaf}" for leaf in specs}, tuple(leaf for leaf in ("o", "o_bias") if leaf in specs)
+        scale = size**-0.5 * score_scaling(config.rope)
+        project = latent_project_fn(config)
+        return (attention_stage(name, (key, "attention"), own, ops.attention, project, heads_output, after=after, scale=scale),)
 
     return Part("attention", specs, {leaf: sources[leaf] for leaf in specs}, stages)
 
 
-def latent_attention_fn(config: LatentConfig, ops: Ops) -> StageFn:
-    """The function of a latent attention stage: ``(params, x (T, H), *, cos, sin, cu_seqlens) -> (x,)``."""
+def latent_project_fn(config: LatentConfig) -> Project:
+    """What comes before tokens see each other: queries, and keys and values of each head, expanded from the latent."""
     eps, heads = config.rms_norm_eps, config.num_attention_heads
     fixed, turned, latent_size = config.qk_nope_head_dim, config.qk_rope_head_dim, config.kv_lora_rank
-    scale = (fixed + turned) ** -0.5 * score_scaling(config.rope)
     turn = rotate_pairs if config.rope_interleave else rotate
 
     def direct(params: Params, h: Float[Tensor, "T H"]) -> Float[Tensor, "T out"]:
@@ -128,14 +129,9 @@ def latent_attention_fn(config: LatentConfig, ops: Ops) -> StageFn:
 
     query: Callable[[Params, Tensor], Tensor] = direct if config.q_lora_rank is None else through_latent
 
-    def fn(
-        params: Params,
-        x: Float[Tensor, "T H"],
-        *,
-        cos: Float[Tensor, "T half"],
-        sin: Float[Tensor, "T half"],
-        cu_seqlens: Int32[Tensor, " bounds"],
-    ) -> tuple[Float[Tensor, "T H"]]:
+    def project(
+        params: Params, x: Float[Tensor, "T H"], cos: Float[Tensor, "T half"], sin: Float[Tensor, "T half"]
+    ) -> tuple[Float[Tensor, "T heads D"], Float[Tensor, "T heads D"], Float[Tensor, "T heads V"]]:
         h = rms_norm(x, params["norm"], eps)
         q_fixed, q_turned = rearrange(query(params, h), "T (heads D) -> T heads D", heads=heads).split([fixed, turned], -1)
         latent, k_turned = linear(params, "kv_a", h).split([latent_size, turned], -1)
@@ -143,7 +139,6 @@ def latent_attention_fn(config: LatentConfig, ops: Ops) -> StageFn:
         k_fixed, v = rearrange(expanded, "T (heads D) -> T heads D", heads=heads).split([fixed, config.v_head_dim], -1)
         k_turned = turn(k_turned.unsqueeze(1), cos, sin).expand(-1, heads, -1)
         q, k = torch.cat([q_fixed, turn(q_turned, cos, sin)], -1), torch.cat([k_fixed, k_turned], -1)
-        mixed = ops.attention(q, k, v.contiguous(), cu_seqlens, scale=scale)
-        return (x + linear(params, "o", rearrange(mixed, "T heads D -> T (heads D)")),)
+        return q, k, v.contiguous()
 
-    return fn
+    return project

@@ -15,7 +15,8 @@ from jaxtyping import Float, Int32
 from torch import Tensor
 
 from xtf.checkpoint_map import Concat, Either, Named, Source, Stack
-from xtf.experts import ExpertFn, routed_experts, routes_once
+from xtf.experts import ExpertFn, RoutesOnce, routed_experts
+from xtf.joint import keep
 from xtf.models import hf
 from xtf.models.common import DecoderConfig, Leaves, Part, linear, silu_mul
 from xtf.models.routers import Router, document_statistics, router_fn, sequence_fn, sequence_statistic, statistics
@@ -28,7 +29,7 @@ def expert_mlp(grouped_mm: GroupedMM) -> ExpertFn:
     """The gated MLP of each expert: ``gate_up`` (E, 2F, H), the gate's rows before those of up, and ``down`` (E, H, F)."""
 
     def compute(params: Params, rows: Float[Tensor, "rows H"], offsets: Int32[Tensor, " E"]) -> Float[Tensor, "rows H"]:
-        gate, up = grouped_mm(rows, params["gate_up"], offsets).chunk(2, -1)
+        gate, up = keep("expert_gate_up", grouped_mm(rows, params["gate_up"], offsets)).chunk(2, -1)
         return grouped_mm(silu_mul(gate, up), params["down"], offsets)
 
     return compute
@@ -56,7 +57,7 @@ class Experts(NamedTuple):
     Args:
         specs: their parameters, stacked over experts on dim 0, which has the axis ``"expert"``.
         sources: where those are found in a checkpoint that `mixture_sources` does not say.
-        compute: what they compute, made of the grouped product of a backend.
+        compute: what they compute, made of the grouped product of a backend. It names ``"expert_gate_up"`` (`xtf.joint.keep`).
     """
 
     specs: dict[str, ParamSpec]
@@ -66,7 +67,8 @@ class Experts(NamedTuple):
 
 def shared_fn(params: Params, x: Float[Tensor, "T H"], h: Float[Tensor, "T H"]) -> tuple[Float[Tensor, "T H"]]:
     """The function of a shared stage, an MLP of every token: ``(params, x (T, H), h (T, H)) -> (x (T, H),)``. ``h`` is the router's."""
-    return (x + linear(params, "down", silu_mul(linear(params, "gate", h), linear(params, "up", h))),)
+    gate, up = (keep("shared_gate_up", linear(params, name, h)) for name in ("gate", "up"))
+    return (x + linear(params, "down", silu_mul(gate, up)),)
 
 
 _NAMES = MixtureNames()
@@ -132,7 +134,7 @@ def mixture(
                 ("x",),
                 ("h", "router_weights", "router_indices", *statistics(layer), *by_document),
                 ("valid", *consts),
-                routes_once(2),
+                RoutesOnce(2),
             )
         ]
         if documents:
@@ -143,9 +145,12 @@ def mixture(
             ]
         if shared:
             own = {leaf: f"{path}.shared_{leaf}" for leaf in ("gate", "up", "down")}
-            found += [Stage(f"{name}.shared", "shared", shared_fn, (key, "shared", shared), own, ("x", "h"), ("x",))]
+            found += [
+                Stage(f"{name}.shared", "shared", shared_fn, (key, "shared", shared), own, ("x", "h"), ("x",), named=("shared_gate_up",))
+            ]
         leaves_of = {leaf: f"{path}.{leaf}" for leaf in block.specs}
-        return *found, routed_experts(f"{name}.experts", (key, "experts"), leaves_of, experts, block.compute(ops.grouped_mm))
+        compute = block.compute(ops.grouped_mm)
+        return *found, routed_experts(f"{name}.experts", (key, "experts"), leaves_of, experts, compute, named=("expert_gate_up",))
 
     return Part("moe", specs, {leaf: sources[leaf] for leaf in specs}, stages)
 

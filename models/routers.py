@@ -103,7 +103,7 @@ def router_fn(router: Router, eps: float, *, documents: bool = False) -> StageFn
         documents: also write, for each document, counts (N, E) and probs (N, E). The function then takes the constants ``document``
             (T,) and ``document_tokens`` (N,), see `document_constants`.
 
-    Given the constant ``chosen`` (T, k), the function takes those experts instead of choosing (`xtf.experts.routes_once`).
+    Given the constant ``chosen`` (T, k), the function takes those experts instead of choosing (`xtf.experts.RoutesOnce`).
     """
     score = _SCORES[router.scoring]
     choose = _chooser(router)

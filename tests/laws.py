@@ -21,13 +21,14 @@ from xtf.mesh import Mesh
 from xtf.model import Model
 from xtf.models import from_hf, qwen3_moe
 from xtf.step import compose
-from xtf.transforms import accumulate, chunk_loss, expert_parallel, shard
+from xtf.transforms import accumulate, chunk_loss, context_parallel, expert_parallel, shard
 
 
 @dataclass(frozen=True)
 class Case:
     """One law. ``sizes`` are those of the mesh; the axis ``replicate`` holds replicas, all others are sharded over, if ``sharded``.
-    With a ``dispatcher`` experts are spread over the axis ``expert``."""
+    The ranks of ``context`` share sequences. With a ``dispatcher`` experts are spread over the axis ``expert``, without such an axis over
+    ``context``."""
 
     sizes: tuple[tuple[str, int], ...] = ()
     model: str = "llama"
@@ -55,7 +56,10 @@ class Case:
         """The transforms of this case in its order, on this rank."""
         parts: list[testing.Transform] = []
         if mesh is not None and self.dispatcher is not None:
-            parts.append(expert_parallel(mesh["expert"], overlap=self.overlap, dispatcher=self.dispatcher))
+            spread = mesh["expert" if "expert" in mesh.sizes else "context"]
+            parts.append(expert_parallel(spread, overlap=self.overlap, dispatcher=self.dispatcher))
+        if mesh is not None and "context" in mesh.sizes:
+            parts.append(context_parallel(mesh["context"]))
         if mesh is not None and self.sharded:
             axes = [mesh[name] for name in mesh if name != "replicate"]
             parts.append(shard(*axes, replicate=mesh["replicate"] if "replicate" in mesh.sizes else None, regather=self.regather))
@@ -160,13 +164,17 @@ def model(name: str) -> Model:
 
 BATCHES = ("documents", "plain", "one_rank", "ignored", "row", "token", "weights")
 
+ALL_BATCHES = (*BATCHES, "lengths", "few")
+"""Also those that are about sequences."""
+
 
 def batch(name: str) -> dict[str, Tensor]:
     """A global batch of the small models' vocabulary.
 
     ``documents``: packed, weighted, unequal, a row without targets. ``plain``: ids and labels only. ``one_rank``: all labels in
     the first row, so that all ranks but one have none. ``ignored``: no label at all. ``row``:
-    one row. ``token``: one token, which is no target. ``weights``: weights that differ by a thousand, some 0.
+    one row. ``token``: one token, which is no target. ``weights``: weights that differ by a thousand, some 0. ``lengths``: two rows of
+    documents of 1 to 23 tokens, the last of one of them padding. ``few``: one row of three tokens.
     """
     whole = testing.random_batch(61)
     ids = {"input_ids": whole["input_ids"]}
@@ -188,6 +196,15 @@ def batch(name: str) -> dict[str, Tensor]:
         case "weights":
             scale = torch.tensor([1e3, 1.0, 0.0, 1e-3, 1.0], dtype=torch.float64)
             return ids | {"labels": whole["labels"], "loss_weights": whole["loss_weights"] * scale[:, None]}
+        case "lengths":
+            generator = torch.Generator().manual_seed(1)
+            found = torch.randint(61, (2, 41), generator=generator)
+            rows = [[i for i, n in enumerate(lengths) for _ in range(n)] for lengths in ((1, 1, 23, 2, 5, 1, 8), (17, 1, 3, 9, 11))]
+            documents = torch.tensor(rows)
+            documents[1, 30:] = -1
+            return {"input_ids": found, "labels": found.masked_fill(documents < 0, -100), "document_ids": documents}
+        case "few":
+            return {key: value[:1, :3] for key, value in whole.items()}
         case _:
             raise ValueError(f"no batch {name!r}")
 

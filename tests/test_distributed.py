@@ -78,6 +78,29 @@ def test_laws_matrix_of_experts_on_several_ranks(dispatcher: str) -> None:
         check(laws.case(**row))
 
 
+CONTEXT: dict[str, Any] = {
+    "layout": [{"context": 2}, {"context": 3}, {"data": 2, "context": 2}, {"context": 2, "expert": 2}],
+    "model": ("tiny_moe", "deepseek_v3"),
+    "batch": ("lengths", "few"),
+    "dispatcher": (None, "deduplicated"),
+    "micros": (None, 2),
+    "order": (0, 17),
+}
+
+
+@pytest.mark.parametrize("case", [laws.case(**row, chunk=7) for row in laws.pairwise(**CONTEXT)], ids=str)
+def test_laws_of_context_on_several_ranks(case: laws.Case) -> None:
+    check(case)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("layout", CONTEXT["layout"], ids=str)
+def test_laws_matrix_of_context_on_several_ranks(layout: dict[str, int]) -> None:
+    every = {"layout": [layout], "model": ("llama", "qwen3_moe", "deepseek_v3", "moe_step"), "batch": laws.ALL_BATCHES, "micros": (None, 2)}
+    for row in laws.crossed(every, chunk=(7, None), order=range(6), sharded=(True, False), optimizer=("adamw", "muon")):
+        check(laws.case(**row))
+
+
 def _three_steps(mesh: Mesh) -> tuple[Any, Any, list[Any], list[tuple[str, int]]]:
     """Whole parameters, this rank's, metrics of each step, and the events with their bytes."""
     step = compose(shard(mesh["data"]), chunk_loss(7))(train_step(laws.model("qwen3_moe"), testing.default_optimizer()))

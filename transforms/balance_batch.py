@@ -44,7 +44,8 @@ def balance_batch(
     Other transforms that split (`xtf.transforms.accumulate`) split what this gives.
 
     Args:
-        axes: the mesh axes over which documents are spread: all whose ranks hold distinct tokens. None for one rank.
+        axes: the mesh axes over which documents are spread: all whose ranks hold distinct documents (the step's ``row_axes``: those of
+            `xtf.transforms.context_parallel` share them). None for one rank.
         max_tokens: that a micro-batch may have.
         cost: of a document; by default the FLOPs of the step's model (`xtf.data.document_cost`); `xtf.data.measure_cost` measures seconds.
             It must be the same on all ranks.
@@ -104,7 +105,7 @@ def balance_batch(
             return [dict(micro) for pack in moved for micro in inner(pack)]
 
         def check(finished: TrainStep, program: Program) -> Program:
-            over = {name for held in finished.token_axes for name in held.names if held.mesh.sizes[name] > 1}
+            over = {name for held in finished.row_axes for name in held.names if held.mesh.sizes[name] > 1}
             named = [name for held in spread for name in held.names]
             if alone := sorted(over - set(named)):
                 raise ValueError(

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from xtf.collectives import Axis
 from xtf.dispatch import ARRIVED, COMBINED, COMPUTED, DISPATCHERS, READS, WAY, Dispatcher, Moves
-from xtf.experts import RoutedExperts, arrived_experts
-from xtf.stage import Exchange, Lower, Pair, Params, Program, Stage, StageFn, Values
+from xtf.experts import ArrivedExperts, RoutedExperts
+from xtf.stage import Exchange, Lower, Pair, Params, Program, Stage, StageFn, Values, recompute
 from xtf.step import TrainStep
 
 
@@ -94,9 +94,8 @@ def _spread(program: Program, node: RoutedExperts, axis: Axis, dispatcher: Dispa
         called = getattr(dispatcher, "__qualname__", type(dispatcher).__name__)
         raise ValueError(f"the dispatcher {called} returned a {type(moves).__name__} for {node.name}, expected xtf.dispatch.Moves")
     dispatch = Exchange(f"{node.name}.dispatch", tuple(taken), (*ARRIVED, *WAY), moves.dispatch, moves.dispatch_back)
-    experts = Stage(
-        node.name, "experts", node.fn, (node.key, "arrived"), node.params, ARRIVED, (COMPUTED,), rule=arrived_experts(node.compute)
-    )
+    rule = ArrivedExperts(node.compute, getattr(node.rule, "base", recompute))
+    experts = Stage(node.name, "experts", node.fn, (node.key, "arrived"), node.params, ARRIVED, (COMPUTED,), rule=rule, named=node.named)
     combine = Exchange(f"{node.name}.combine", (COMPUTED, *WAY), (COMBINED,), moves.combine, moves.combine_back)
     add = Stage(f"{node.name}.add", "combine", _add, "add", {}, (x, COMBINED), (x,), rule=_add_rule)
     assert len(taken) == len(READS)

@@ -13,16 +13,34 @@ from xtf import tree
 from xtf.host import Away, HostMemory
 from xtf.stage import Stage, Transfer
 from xtf.step import TrainStep
+from xtf.swap_plan import DEFAULT_BYTES, Automatic
 
 Policy = Callable[[Stage, int], bool]
 """``(stage, bytes of one tensor that it keeps) -> whether it goes to the host``."""
-
-DEFAULT_BYTES = 1 << 16  # a smaller tensor is not worth a copy of its own
 
 
 def large(stage: Stage, bytes: int) -> bool:
     """The default policy: every tensor of at least `DEFAULT_BYTES`, of every stage but the loss, whose backward comes at once."""
     return bytes >= DEFAULT_BYTES and stage.kind != "loss"
+
+
+def automatic(budget: int | None = None, *, bandwidth: float | None = None) -> Automatic:
+    """The policy that measures: everything is swapped in two forwards, and of the second it is taken how long stages and copies take.
+    From then on go those stages whose copies are hidden behind the stage after; with a budget, only as many as it needs, and others
+    too if those are not enough (`xtf.swap_plan.plan_swaps`).
+
+    Args:
+        budget: bytes of device memory that what stages keep may hold; ``None`` for no limit.
+        bandwidth: of a copy, in bytes per second; by default measured.
+
+    Raises:
+        ValueError: for a negative budget or a bandwidth that is not positive.
+
+    Example:
+        >>> automatic(budget=40 * 2**30).budget
+        42949672960
+    """
+    return Automatic(budget, bandwidth=bandwidth)
 
 
 def swap_activations(policy: Policy = large, *, host: HostMemory | None = None) -> Callable[[TrainStep], TrainStep]:
@@ -34,7 +52,7 @@ def swap_activations(policy: Policy = large, *, host: HostMemory | None = None) 
     each direction, from and to pinned buffers that are reused (**never run on hardware**).
 
     Args:
-        policy: which tensors go.
+        policy: which tensors go, by default `large`. `automatic` swaps as much as copies hide, or as a budget needs.
         host: the pool of buffers, with a limit if wanted: what does not fit stays on the device, and a warning says so once. By
             default one without a limit, for each rank.
 
@@ -55,11 +73,12 @@ def swap_activations(policy: Policy = large, *, host: HostMemory | None = None) 
         if any(name.startswith("swap_activations") for name in step.stack):
             raise ValueError("swap_activations is applied twice")
         pool = host if host is not None else HostMemory()
+        own = policy.on(step.device) if isinstance(policy, Automatic) else policy
 
         def declare(step: TrainStep, stage: Stage) -> Stage:
-            return stage if stage.kind == "loss" else dataclasses.replace(stage, store=_store(pool, policy, stage), fetch=_fetch(pool))
+            return stage if stage.kind == "loss" else dataclasses.replace(stage, store=_store(pool, own, stage), fetch=_fetch(pool))
 
-        said = "" if policy is large else getattr(policy, "__name__", "policy")
+        said = "automatic" if isinstance(policy, Automatic) else "" if policy is large else getattr(policy, "__name__", "policy")
         return step.replace(f"swap_activations({said})", declarations=(*step.declarations, declare))
 
     return transform

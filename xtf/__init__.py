@@ -3,6 +3,7 @@
 from xtf import data, models, optim, testing, transforms, tree
 from xtf.checkpoint import CheckpointError, load, load_params, load_state, save, save_params, save_state
 from xtf.compile import compile
+from xtf.joint import keep
 from xtf.mesh import Mesh, mesh, simulate, split_batch
 from xtf.model import Model
 from xtf.record import Record
@@ -28,6 +29,7 @@ __all__ = [
     "compile",
     "compose",
     "data",
+    "keep",
     "load",
     "load_params",
     "load_state",

@@ -17,6 +17,7 @@ import torch
 from jaxtyping import Float, Int32, Int64
 from torch import Tensor
 
+from xtf import tree
 from xtf.stage import Lower, Pair, PairRule, Params, Rows, Stage, StageFn, Values, recompute
 from xtf.tree import Path
 
@@ -62,6 +63,8 @@ def routed_experts(
     experts: int,
     compute: ExpertFn,
     reads: tuple[str, str, str, str] = ("x", "h", "router_weights", "router_indices"),
+    *,
+    named: tuple[str, ...] = (),
 ) -> RoutedExperts:
     """A `RoutedExperts` stage on one rank that has all experts.
 
@@ -72,9 +75,11 @@ def routed_experts(
         experts: E.
         compute: what the experts compute.
         reads: names of the values, in the order that `RoutedExperts` says.
+        named: the names that ``compute`` gives to values inside (`xtf.joint.keep`).
     """
     fn = _local(experts, compute)
-    return RoutedExperts(name, "experts", fn, key, params, reads, (reads[0],), rule=_added, experts=experts, compute=compute)
+    writes = (reads[0],)
+    return RoutedExperts(name, "experts", fn, key, params, reads, writes, rule=Added(), named=named, experts=experts, compute=compute)
 
 
 def _local(experts: int, compute: ExpertFn) -> StageFn:
@@ -92,21 +97,36 @@ def _local(experts: int, compute: ExpertFn) -> StageFn:
     return fn
 
 
-def _added(fn: StageFn, key: Hashable, lower: Lower) -> Pair:
-    """The rule of a stage that adds to what it reads first: like `xtf.stage.recompute`, but that is not kept. Its gradient is that of
-    the sum, and the router in front keeps it already."""
-    pair = recompute(fn, key, lower)
+@dataclass(frozen=True)
+class Added:
+    """The rule of a stage that adds to what it reads first, which is not kept: its gradient is that of the sum, and the router in front
+    keeps it already.
 
-    def forward(params: Params, reads: Values, consts: Mapping[str, Any]) -> tuple[Values, Values]:
-        writes, _ = pair.forward(params, reads, consts)
-        return writes, reads[1:]
+    Args:
+        base: the rule otherwise.
+    """
 
-    def backward(params: Params, residual: Values, dwrites: tuple[Tensor | None, ...], consts: Mapping[str, Any]) -> Any:
-        (dx,) = dwrites
-        assert dx is not None
-        return pair.backward(params, (dx, *residual), dwrites, consts)  # what stands for x does not matter to any gradient
+    base: PairRule = recompute
 
-    return Pair(forward, backward)
+    def __call__(self, fn: StageFn, key: Hashable, lower: Lower) -> Pair:
+        """See `xtf.stage.PairRule`."""
+        pair = self.base(fn, key, lower)
+
+        def forward(params: Params, reads: Values, consts: Mapping[str, Any]) -> tuple[Values, Any]:
+            writes, kept = pair.forward(params, reads, consts)
+            return writes, tree.replace(kept, reads[0], SUM)
+
+        def backward(params: Params, residual: Any, dwrites: tuple[Tensor | None, ...], consts: Mapping[str, Any]) -> Any:
+            (dx,) = dwrites
+            assert dx is not None
+            kept = tree.replace(residual, SUM, dx)  # what stands for x does not matter to any gradient
+            return pair.backward(params, kept, dwrites, consts)
+
+        return pair._replace(forward=forward, backward=backward)
+
+
+SUM = "what is added to"
+"""Stands in a residual for the value that a stage adds to."""
 
 
 def dispatch_order(indices: Int64[Tensor, "T k"], experts: int) -> Dispatch:
@@ -154,20 +174,26 @@ def combine(rows: Float[Tensor, "S H"], weights: Float[Tensor, "T k"], dispatch:
     return (by_token.to(weights.dtype) * weights.unsqueeze(-1)).sum(1).to(rows.dtype)
 
 
-def routes_once(at: int) -> PairRule:
-    """The rule of a router stage: like `xtf.stage.recompute`, but the choice it wrote is kept and given back to the function as the
-    constant ``chosen``. Another graph of the same scores may round otherwise, and experts have computed for this choice.
+@dataclass(frozen=True)
+class RoutesOnce:
+    """The rule of a router stage: the choice it wrote is kept and given back to the function as the constant ``chosen``. Another graph of
+    the same scores may round otherwise, and experts have computed for this choice.
 
     Args:
         at: which of the values the stage writes is the choice: int64 (T, k).
+        base: the rule otherwise.
     """
 
-    def rule(fn: StageFn, key: Hashable, lower: Lower) -> Pair:
-        pair = recompute(fn, key, lower)
+    at: int
+    base: PairRule = recompute
+
+    def __call__(self, fn: StageFn, key: Hashable, lower: Lower) -> Pair:
+        """See `xtf.stage.PairRule`."""
+        pair = self.base(fn, key, lower)
 
         def forward(params: Params, reads: Values, consts: Mapping[str, Any]) -> tuple[Values, tuple[Any, Tensor]]:
             writes, kept = pair.forward(params, reads, consts)
-            return writes, (kept, writes[at])
+            return writes, (kept, writes[self.at])
 
         def backward(
             params: Params, residual: tuple[Any, Tensor], dwrites: tuple[Tensor | None, ...], consts: Mapping[str, Any]
@@ -175,60 +201,67 @@ def routes_once(at: int) -> PairRule:
             kept, chosen = residual
             return pair.backward(params, kept, dwrites, {**consts, "chosen": chosen})
 
-        return Pair(forward, backward)
-
-    return rule
+        return pair._replace(forward=forward, backward=backward)
 
 
-def arrived_experts(compute: ExpertFn) -> PairRule:
+@dataclass(frozen=True)
+class ArrivedExperts:
     """The rule of an experts stage on rows that a dispatcher brought (`xtf.dispatch.ARRIVED`).
 
     The stage reads rows (R, H), weights (N,), int64 source (N,), sorted by expert, and int32 offsets (E,), and writes (R, H): of
-    each row, the sum of its slots' results by their weights. It keeps what it read and computes again in backward. Any number of
-    rows is one compiled function.
+    each row, the sum of its slots' results by their weights. Rows are kept as they came, not as they are spread over slots. Any number
+    of rows is one compiled function.
+
+    Args:
+        compute: what experts compute.
+        base: the rule of computing on sorted rows.
     """
 
-    def weighted(
-        params: Params, rows: Float[Tensor, "N H"], weights: Float[Tensor, " N"], offsets: Int32[Tensor, " E"]
-    ) -> Float[Tensor, "N H"]:
-        return compute(params, rows, offsets) * weights.unsqueeze(1)
+    compute: ExpertFn
+    base: PairRule = recompute
 
-    def backward(
-        params: Params,
-        rows: Float[Tensor, "N H"],
-        weights: Float[Tensor, " N"],
-        offsets: Int32[Tensor, " E"],
-        dout: Float[Tensor, "N H"],
-    ) -> Any:
-        def of(params: Params, rows: Tensor, weights: Tensor) -> Tensor:
-            return weighted(params, rows, weights, offsets)
+    def __call__(self, fn: StageFn, key: Hashable, lower: Lower) -> Pair:
+        """See `xtf.stage.PairRule`."""
+        compute = self.compute
 
-        pullback: Any = torch.func.vjp(of, dict(params), rows, weights)[1]
-        return pullback(dout)
+        def weighted(
+            params: Params, rows: Float[Tensor, "N H"], weights: Float[Tensor, " N"], offsets: Int32[Tensor, " E"]
+        ) -> tuple[Float[Tensor, "N H"]]:
+            return (compute(params, rows, offsets) * weights.unsqueeze(1),)
 
-    def rule(fn: StageFn, key: Hashable, lower: Lower) -> Pair:
-        run, run_back = lower(weighted, Rows((key, "forward"))), lower(backward, Rows((key, "recompute")))
+        def unlowered(fn: Callable[..., Any], key: Hashable) -> Callable[..., Any]:
+            return fn
 
-        def forward_half(params: Params, reads: Values, consts: Mapping[str, Any]) -> tuple[Values, Values]:
+        many, few = (self.base(weighted, Rows(key), by) for by in (lower, unlowered))
+
+        def pair(slots: int) -> Pair:
+            return many if slots > 1 else few  # compiled code for no row, or one, would be code of its own
+
+        def forward_half(params: Params, reads: Values, consts: Mapping[str, Any]) -> tuple[Values, Any]:
             rows, weights, source, offsets = reads
-            run_it = run if source.shape[0] > 1 else weighted  # compiled code for no row, or one, would be code of its own
-            out = run_it(params, rows.index_select(0, source), weights, offsets)
-            return (sum_rows(out, source, rows.shape[0]).to(rows.dtype),), reads
+            slots = rows.index_select(0, source)
+            (out,), kept = pair(source.shape[0]).forward(params, (slots, weights, offsets), {})
+            kept = tree.replace(kept, slots, SLOTS)
+            return (sum_rows(out, source, rows.shape[0]).to(rows.dtype),), (kept, rows, source, out.dtype)
 
         def backward_half(
-            params: Params, residual: Values, dwrites: tuple[Tensor | None, ...], consts: Mapping[str, Any]
+            params: Params, residual: Any, dwrites: tuple[Tensor | None, ...], consts: Mapping[str, Any]
         ) -> tuple[Mapping[str, Tensor], tuple[Tensor | None, ...]]:
-            rows, weights, source, offsets = residual
+            kept, rows, source, dtype = residual
             (dcomputed,) = dwrites
             assert dcomputed is not None
-            run_it = run_back if source.shape[0] > 1 else backward
-            dout = dcomputed.index_select(0, source).to(torch.promote_types(rows.dtype, weights.dtype))
-            dparams, drows, dweights = run_it(params, rows.index_select(0, source), weights, offsets, dout)
+            dout = dcomputed.index_select(0, source).to(dtype)
+            slots = rows.index_select(0, source)
+            kept = tree.replace(kept, SLOTS, slots)
+            dparams, (drows, dweights, _) = pair(source.shape[0]).backward(params, kept, (dout,), {})
+            assert drows is not None
             return dparams, (sum_rows(drows, source, rows.shape[0]), dweights, None, None)
 
         return Pair(forward_half, backward_half)
 
-    return rule
+
+SLOTS = "rows spread over slots"
+"""Stands in a residual for what is made again of the rows that arrived."""
 
 
 def sum_rows(rows: Float[Tensor, "rows H"], index: Int64[Tensor, " rows"], size: int) -> Float[Tensor, "size H"]:

@@ -6,8 +6,11 @@ copy is a copy, so that everything above this file runs, and is tested, without 
 
 from __future__ import annotations
 
+import math
 import threading
 import warnings
+import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,7 +74,7 @@ class HostMemory:
             raise ValueError(f"HostMemory(limit={limit}): expected a number of bytes of at least 0, or None for no limit")
         self.limit, self.held, self.out, self.back = limit, 0, 0, 0
         self._free: list[Buffer] = []
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # what lets go may do so while this thread holds it
         self._streams: dict[tuple[torch.device, str], Any] = {}
         self._told = False
 
@@ -124,6 +127,52 @@ class HostMemory:
             stream.wait_event(done)
             tensor.record_stream(stream)
         return tensor
+
+    def zeros(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Zeros on the host that stay there, for a device to `bring` and `put`. For ``"meta"``, a view that takes no memory."""
+        if device.type == "meta":
+            return torch.zeros((), dtype=dtype).expand(*shape)
+        bytes = math.prod(shape) * dtype.itemsize
+        with self._lock:
+            self.held += bytes
+        made = self.allocate(bytes, device).zero_().view(dtype).view(*shape)
+        weakref.finalize(made, self._let_go, bytes).atexit = False
+        return made
+
+    def bring(self, held: Tensor, device: torch.device) -> tuple[Tensor, Any]:
+        """Begin to copy what stays on the host to a device; returns the copy and what `arrive` takes."""
+        with self._lock:
+            self.back += 1
+        if device.type == "cpu":
+            return held.clone(), None
+        stream = self._stream(device, "back")
+        stream.wait_stream(self._stream(device, "out"))
+        with stream:
+            return held.to(device, non_blocking=True), stream.record_event()
+
+    def put(self, tensor: Tensor, held: Tensor | None) -> Tensor:
+        """Begin to copy a tensor to the host, into ``held`` if given; `settle` before the host reads it."""
+        if held is None or not (tensor.is_cpu or held.is_pinned()):
+            held = self.zeros(tensor.shape, tensor.dtype, tensor.device)
+        with self._lock:
+            self.out += 1
+        if tensor.is_cpu:
+            return held.copy_(tensor)
+        stream = self._stream(tensor.device, "out")
+        stream.wait_stream(torch.accelerator.current_stream(tensor.device))
+        with stream:
+            held.copy_(tensor, non_blocking=True)
+            tensor.record_stream(stream)
+        return held
+
+    def settle(self, device: torch.device) -> None:
+        """Wait until all that was put is on the host."""
+        if device.type not in ("cpu", "meta"):
+            self._stream(device, "out").synchronize()
+
+    def _let_go(self, bytes: int) -> None:
+        with self._lock:
+            self.held -= bytes
 
     def _take(self, bytes: int, device: torch.device) -> Buffer | None:
         with self._lock:

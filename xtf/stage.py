@@ -44,6 +44,16 @@ class Rows(NamedTuple):
     key: Hashable
 
 
+def half(key: Hashable, name: Hashable) -> Hashable:
+    """The key of one of the functions that a stage's function becomes; of rows, if the stage's is.
+
+    Example:
+        >>> half("mlp", "forward"), half(Rows("mlp"), "forward")
+        (('mlp', 'forward'), Rows(key=('mlp', 'forward')))
+    """
+    return Rows((key.key, name)) if isinstance(key, Rows) else (key, name)
+
+
 class Pair(NamedTuple):
     """A stage as the walk runs it.
 
@@ -100,6 +110,7 @@ class Stage:
         writes: the values it returns, in order. Values that no stage reads and that are not the loss are statistics.
         consts: constants it takes by name (no gradient).
         rule: how ``fn`` becomes a `Pair`.
+        named: the names that ``fn`` gives to values inside with `xtf.joint.keep`.
         gather: makes the whole parameters of what this rank keeps: ``{name: local} -> {name: whole}``. Started before the
             preceding stage runs, in both directions.
         reduce: makes this rank's gradients of the whole ones: ``{path: whole} -> {path: local}``. Started when the last
@@ -120,6 +131,7 @@ class Stage:
     writes: tuple[str, ...]
     consts: tuple[str, ...] = ()
     rule: PairRule = field(default_factory=lambda: recompute)
+    named: tuple[str, ...] = ()
     gather: Transfer | None = None
     reduce: Transfer | None = None
     store: Transfer | None = None
@@ -174,8 +186,8 @@ def recompute(fn: StageFn, key: Hashable, lower: Lower) -> Pair:
         pullback: Any = torch.func.vjp(of_differentiable, dict(params), tuple(r for r in reads if is_differentiable(r)))[1]
         return pullback(tuple(d for d in dwrites if d is not None))
 
-    run = lower(fn, (key, "forward"))
-    run_backward = lower(backward, (key, "recompute"))
+    run = lower(fn, half(key, "forward"))
+    run_backward = lower(backward, half(key, "recompute"))
 
     def forward_half(params: Params, reads: Values, consts: Mapping[str, Any]) -> tuple[Values, Any]:
         return run(params, *reads, **consts), reads

@@ -45,6 +45,10 @@ Split = Callable[[Any], Sequence[Batch]]
 or what a transform's own split takes, as that of `xtf.transforms.balance_batch` takes the global `xtf.data.Documents`."""
 
 
+Tokens = Callable[[dict[str, Any]], dict[str, Any]]
+"""The constants of a micro-batch's tokens -> those of the tokens that this rank computes with."""
+
+
 @dataclass(frozen=True)
 class Precision:
     """Dtypes: ``params`` are stored in, ``compute`` is what stages see (and what is gathered), ``reduce`` is what gradients are
@@ -89,10 +93,12 @@ class TrainStep:
         optimizer: the optimizer.
         stack: what was applied, innermost first, for `repr`.
         token_axes: mesh axes whose ranks hold different parts of the batch. Loss, metrics and gradients are summed over them.
+        sequence_axes: those of ``token_axes`` whose ranks are given the *same* rows, of which each takes its own tokens (``tokens``).
         owned: for a logical axis of parameters, the mesh axis on which stages compute on parts of it.
         sharding: where leaves live (`xtf.transforms.shard`).
         precision: dtypes (`xtf.transforms.precision`).
         split: the batch seam.
+        tokens: from the packed constants of a micro-batch (`xtf.model.Model.pack`) to those of this rank's tokens.
         parts: in how many parts the tokens of a micro-batch run where the program has exchanges (`xtf.overlap`).
         rewrites: the program seam: applied in order to the model's stages.
         declarations: applied to each stage of the finished program, to declare transfers on it.
@@ -104,10 +110,12 @@ class TrainStep:
     optimizer: Optimizer
     stack: tuple[str, ...] = ()
     token_axes: tuple[Axis, ...] = ()
+    sequence_axes: tuple[Axis, ...] = ()
     owned: Mapping[str, Axis] = dataclasses.field(default_factory=dict[str, Axis])
     sharding: Sharding = Sharding()
     precision: Precision = Precision()
     split: Split = lambda batch: (batch,)
+    tokens: Tokens = lambda consts: consts
     parts: int = 1
     rewrites: tuple[Rewrite, ...] = ()
     declarations: tuple[Callable[[TrainStep, Stage], Stage], ...] = ()
@@ -188,7 +196,8 @@ class TrainStep:
             return whole(fn, key if isinstance(key, Rows) else Rows(key))  # parts differ in length from batch to batch
 
         lower: Lower = in_parts if self.parts > 1 else whole
-        return tuple(s.rule(s.fn, s.key, lower) if isinstance(s, Stage) else None for s in self.program)
+        keys = {s.name: Rows(s.key) if self.parts > 1 else s.key for s in self.program if isinstance(s, Stage)}
+        return tuple(s.rule(s.fn, keys[s.name], lower) if isinstance(s, Stage) else None for s in self.program)
 
     def plan(self, layout: Layout = (1,)) -> Plan:
         """What the walk runs on a micro-batch: the program and its pairs, in the parts of ``layout`` (`xtf.overlap`)."""
@@ -204,6 +213,18 @@ class TrainStep:
     def token_axis(self) -> Axis | None:
         """All axes of distinct tokens as one."""
         return join(*self.token_axes) if self.token_axes else None
+
+    @property
+    def row_axes(self) -> tuple[Axis, ...]:
+        """The axes whose ranks are given different rows of the batch: ``token_axes`` but for ``sequence_axes``. Their names are the
+        ``axes`` of `xtf.split_batch`."""
+        same = {name for axis in self.sequence_axes for name in axis.names}
+        return tuple(axis for axis in self.token_axes if not same & set(axis.names))
+
+    @cached_property
+    def row_axis(self) -> Axis | None:
+        """All axes of different rows as one."""
+        return join(*self.row_axes) if self.row_axes else None
 
     # Parameters and state --------------------------------------------------------------------------------------------------------
 

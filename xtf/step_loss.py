@@ -26,7 +26,7 @@ class StepLoss:
         batches = list(step.split(batch))
         if not batches:
             raise ValueError("the batch seam gave no micro-batch; a step needs at least one")
-        self.micros = [step.model.pack(b) for b in batches]
+        self.micros = [step.tokens(step.model.pack(b)) for b in batches]
         self.stats = statistics(step.program)
         self.keep = (*RESULTS, *self.stats)
         ends: list[list[int]] = [m[DOCUMENTS].tolist() for m in self.micros] if step.parts > 1 else []

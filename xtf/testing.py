@@ -55,7 +55,7 @@ class Observation:
     """What one rank saw of a transformed step: all that a law compares."""
 
     coordinate: Mapping[str, int]
-    token_axes: tuple[str, ...]
+    row_axes: tuple[str, ...]
     sizes: Mapping[str, int]
     micros: tuple[Mapping[str, Tensor], ...]
     loss: Tensor
@@ -126,7 +126,7 @@ def observe(
 ) -> Observation:
     """Run a transformed step on this rank (of real or simulated ranks) and return what it did; `compare` judges it."""
     step = apply(transform, train_step(model, optimizer))
-    axes = [name for axis in step.token_axes for name in axis.names]
+    axes = [name for axis in step.row_axes for name in axis.names]
     part: Any = batch
     if not isinstance(batch, Documents):
         part = split_batch(batch, mesh, axes=axes) if mesh is not None and axes else dict(batch)
@@ -137,7 +137,7 @@ def observe(
     new, metrics = step(state, part)
     return Observation(
         coordinate=dict(mesh.coordinate) if mesh is not None else {},
-        token_axes=tuple(axes),
+        row_axes=tuple(axes),
         sizes=dict(mesh.sizes) if mesh is not None else {},
         micros=tuple(step.split(part)),
         loss=loss,
@@ -292,8 +292,8 @@ def _factor(got: Tensor, want: Tensor, sizes: Mapping[str, int]) -> str:
 
 
 def _global_micros(seen: Sequence[Observation]) -> list[dict[str, Tensor]]:
-    """The micro-batches of all ranks that hold distinct tokens, joined rank by rank."""
-    holders = [o for o in seen if all(at == 0 for axis, at in o.coordinate.items() if axis not in o.token_axes)]
+    """The micro-batches of all ranks that are given different rows, joined rank by rank."""
+    holders = [o for o in seen if all(at == 0 for axis, at in o.coordinate.items() if axis not in o.row_axes)]
     joined: list[dict[str, Tensor]] = []
     for parts in zip(*(o.micros for o in holders), strict=True):
         keys, seq = {key for part in parts for key in part}, max(part["input_ids"].shape[1] for part in parts)

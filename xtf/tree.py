@@ -52,6 +52,16 @@ def map_with_path(fn: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
     return unflatten(tree, [fn(*row) for row in zip(paths(tree), leaves(tree), *(leaves(r) for r in rest), strict=True)])
 
 
+def replace(tree: Tree, old: object, new: object) -> Tree:
+    """The tree with ``new`` wherever ``old`` itself is a leaf.
+
+    Example:
+        >>> replace([1, {"a": None}], None, 2)
+        [1, {'a': 2}]
+    """
+    return unflatten(tree, [new if leaf is old else leaf for leaf in leaves(tree)])
+
+
 def unflatten(like: Tree, values: Iterable[Any]) -> Tree:
     """A tree of the structure of ``like`` with ``values`` as its leaves, in flattening order."""
     return optree.tree_unflatten(optree.tree_structure(like, none_is_leaf=True, namespace=_NAMESPACE), list(values))

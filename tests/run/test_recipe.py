@@ -136,6 +136,8 @@ def test_transforms_by_name() -> None:
     assert "replica" in found[0] and "data=2" in found[0]
     joined = xtf.simulate(lambda mesh: stack(mesh, "shard=data+expert"), data=2, expert=2)[0]
     assert "data" in joined[0] and "expert" in joined[0]
+    assert xtf.simulate(lambda mesh: stack(mesh, "context_parallel"), context=2)[0] == ("context_parallel(context=2)",)
+    assert xtf.simulate(lambda mesh: stack(mesh, "context_parallel=ring"), ring=2)[0] == ("context_parallel(ring=2)",)
     assert stack(xtf.mesh(), "") == ()
     for text, message in (
         ("shart", "did you mean shard"),
@@ -143,6 +145,7 @@ def test_transforms_by_name() -> None:
         ("chunk_loss=0", "expected a number"),
         ("precision=int8", "expected one of bfloat16"),
         ("shard=rows", "the mesh has no axis rows"),
+        ("context_parallel", "context_parallel=context: the mesh has no axis context; it has data: give one, as --mesh data=-1,context=2"),
     ):
         with pytest.raises(ValueError, match=message):
             parse_transforms(text, xtf.mesh())

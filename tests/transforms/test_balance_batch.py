@@ -21,7 +21,7 @@ from xtf.data import Cost, Documents, plan_step
 from xtf.mesh import Mesh, simulate
 from xtf.step import TrainStep, compose, train_step
 from xtf.testing import documents_batch
-from xtf.transforms import accumulate, balance_batch, chunk_loss, expert_parallel, shard
+from xtf.transforms import accumulate, balance_batch, chunk_loss, context_parallel, expert_parallel, shard
 
 LENGTHS = (13, 1, 7, 2, 21, 3, 3, 16, 5, 2, 9, 1)
 
@@ -287,3 +287,13 @@ def costs(lengths: Any) -> Any:
     """Of each micro-batch of each rank, (8, micro-batches)."""
     plan = plan_step(lengths, max_tokens=8192, data_ranks=8, cost=QWEN3_30B)
     return plan.totals(QWEN3_30B(plan.flat.lengths))[0]
+
+
+def test_laws_with_shared_sequences() -> None:
+    """Ranks of the axis that shares sequences are given the same documents."""
+
+    def transform(mesh: Mesh) -> testing.Transform:
+        parts = balance_batch(mesh["data"], max_tokens=24), context_parallel(mesh["context"]), shard(mesh["data"], mesh["context"])
+        return compose(*parts)
+
+    testing.check(transform, model=laws.model("qwen3_moe"), batch=documents(), data=2, context=2)

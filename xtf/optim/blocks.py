@@ -158,7 +158,7 @@ def adam(
 
     def init(params: Tree, placement: Placement = UNPLACED) -> AdamState:
         leaves.masked(mask, params)  # a mask of another structure fails here, not after the first backward
-        return AdamState(leaves.zero_count(), leaves.zeros_state(params), leaves.zeros_state(params))
+        return AdamState(leaves.zero_count(), leaves.zeros_state(params, placement), leaves.zeros_state(params, placement))
 
     def update(grads: Tree, state: AdamState, params: Tree, placement: Placement = UNPLACED) -> tuple[Tree, AdamState]:
         step = leaves.as_int(state.steps)
@@ -173,7 +173,9 @@ def adam(
                 kernel(u_part, mean_part, square_part, p_part, beta1, beta2, scale, scaled_eps, decay if decays and weight_decay else None)
             return u, mean, square
 
-        updates, (mean, square) = leaves.leafwise(leaf, grads, params, (state.mean, state.square), (leaves.masked(mask, params),))
+        updates, (mean, square) = leaves.leafwise(
+            leaf, grads, params, (state.mean, state.square), (leaves.masked(mask, params),), placement
+        )
         return updates, AdamState(leaves.add_one(state.steps, placement), mean, square)
 
     return Optimizer(init, update, metrics)

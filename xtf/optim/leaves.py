@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from xtf import tree
-from xtf.optim.placement import Placement
+from xtf.optim.placement import UNPLACED, Placement, StateHost
 from xtf.tree import Path, Tree
 
 _CPU_BLOCK = 1 << 20  # elements: the few tensors of a block stay in the last cache between one operation and the next
@@ -22,9 +22,17 @@ Mask = Callable[[Path, Tensor], bool] | Tree | None
 
 
 def leafwise(
-    fn: Callable[..., tuple[Any, ...]], grads: Tree, params: Tree, states: Sequence[Tree] = (), extras: Sequence[Tree] = ()
+    fn: Callable[..., tuple[Any, ...]],
+    grads: Tree,
+    params: Tree,
+    states: Sequence[Tree] = (),
+    extras: Sequence[Tree] = (),
+    placement: Placement = UNPLACED,
 ) -> tuple[Tree, tuple[Tree, ...]]:
     """Walk the leaves: ``fn(path, grad, param, *states, *extras) -> (update, *states)`` for each that has a gradient.
+
+    State that ``placement.host`` holds is brought to the leaf's device for ``fn``, the next leaf's while this one is updated, and put
+    back.
 
     Returns:
         (updates, states). A leaf without gradient has the update ``None`` and keeps its states.
@@ -35,9 +43,9 @@ def leafwise(
     check_structure(grads, params, "grads")
     for state in states:
         check_structure(state, params, "state")
-    columns = [tree.leaves(t) for t in (grads, params, *states, *extras)]
-    outputs: list[tuple[Any, ...]] = []
-    for path, g, p, *rest in zip(tree.paths(params), *columns, strict=True):
+    rows = list(zip(tree.paths(params), *(tree.leaves(t) for t in (grads, params, *states, *extras)), strict=True))
+    stream, outputs = _Stream(placement, [(row[1], row[3 : 3 + len(states)]) for row in rows]), list[tuple[Any, ...]]()
+    for at, (path, g, p, *rest) in enumerate(rows):
         own_states = rest[: len(states)]
         if g is None:
             outputs.append((None, *own_states))
@@ -49,9 +57,54 @@ def leafwise(
             )
         if g.shape != p.shape:
             raise ValueError(f"leaf {path!r}: the gradient has shape {tuple(g.shape)}, the parameter {tuple(p.shape)}; they must be equal")
-        outputs.append(fn(path, g, p, *rest))
+        update, *new = fn(path, g, p, *stream.bring(at), *rest[len(states) :])
+        outputs.append((update, *stream.put(at, new)))
+    stream.settle()
     trees = [tree.unflatten(params, [row[i] for row in outputs]) for i in range(1 + len(states))]
     return trees[0], tuple(trees[1:])
+
+
+class _Stream:
+    """The state of leaves, leaf by leaf: as it is, or to and from the host with the next leaf's under way.
+
+    Args:
+        placement: says where state lives.
+        rows: the gradient and the states of each leaf.
+    """
+
+    def __init__(self, placement: Placement, rows: list[tuple[Any, tuple[Any, ...]]]) -> None:
+        self._placement, self._rows = placement, rows
+        self._coming: dict[int, list[tuple[Tensor, Any]]] = {}
+
+    def _start(self, at: int, host: StateHost) -> None:
+        grad, states = self._rows[at]
+        if at not in self._coming:
+            self._coming[at] = [host.bring(state, grad.device) for state in states]
+
+    def bring(self, at: int) -> Sequence[Any]:
+        """The states of a leaf on its device."""
+        host = self._placement.host
+        if host is None:
+            return self._rows[at][1]
+        self._start(at, host)
+        arrived = [host.arrive(tensor, done) for tensor, done in self._coming.pop(at)]
+        ahead = next((i for i in range(at + 1, len(self._rows)) if self._rows[i][0] is not None and None not in self._rows[i][1]), None)
+        if ahead is not None:
+            self._start(ahead, host)
+        return arrived
+
+    def put(self, at: int, new: Sequence[Tensor]) -> Sequence[Tensor]:
+        """The new states of a leaf, where state lives."""
+        host = self._placement.host
+        if host is None:
+            return new
+        return [host.put(state, old if self._placement.donate else None) for state, old in zip(new, self._rows[at][1], strict=True)]
+
+    def settle(self) -> None:
+        """Wait until everything is where it lives."""
+        if self._placement.host is not None:
+            for device in {grad.device for grad, _ in self._rows if grad is not None}:
+                self._placement.host.settle(device)
 
 
 def check_structure(given: Tree, params: Tree, name: str) -> None:
@@ -90,8 +143,9 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def zeros_state(params: Tree) -> Tree:
-    """Zeros of each parameter's shape and device, in at least float32; ``None`` where the parameter is ``None``.
+def zeros_state(params: Tree, placement: Placement = UNPLACED) -> Tree:
+    """Zeros of each parameter's shape and device, in at least float32, or in ``placement.host``; ``None`` where the parameter is
+    ``None``.
 
     Raises:
         ValueError: if a parameter is not a tensor of floating point numbers.
@@ -103,6 +157,8 @@ def zeros_state(params: Tree) -> Tree:
         if not isinstance(p, Tensor) or not p.is_floating_point():
             kind = p.dtype if isinstance(p, Tensor) else type(p).__name__
             raise ValueError(f"leaf {path!r} is {kind}, not a floating point tensor: give None for a leaf that is not trained")
+        if placement.host is not None:
+            return placement.host.zeros(p.shape, wide(p.dtype), p.device)
         return torch.zeros(p.shape, dtype=wide(p.dtype), device=p.device)
 
     return tree.map_with_path(zeros, params)

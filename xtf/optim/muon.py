@@ -146,7 +146,7 @@ def muon(
             if p is not None and p.ndim < 2:
                 raise ValueError(f"muon: leaf {path!r} of shape {tuple(p.shape)} has no matrix: use muon_adamw or partition")
         leaves.masked(mask, params)
-        return MuonState(leaves.zero_count(), leaves.zeros_state(params))
+        return MuonState(leaves.zero_count(), leaves.zeros_state(params, placement))
 
     def update(grads: Tree, state: MuonState, params: Tree, placement: Placement = UNPLACED) -> tuple[Tree, MuonState]:
         lr = rate(leaves.as_int(state.steps))
@@ -165,7 +165,7 @@ def muon(
                 part.copy_(wide.add_(p_part, alpha=-lr * weight_decay) if decays else wide)
             return u, mean
 
-        updates, (mean,) = leaves.leafwise(leaf, grads, params, (state.momentum,), (leaves.masked(mask, params),))
+        updates, (mean,) = leaves.leafwise(leaf, grads, params, (state.momentum,), (leaves.masked(mask, params),), placement)
         return updates, MuonState(leaves.add_one(state.steps, placement), mean)
 
     return Optimizer(init, update, last_rate(rate))

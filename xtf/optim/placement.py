@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -15,8 +16,37 @@ _ROW = 1 << 10  # elements summed one after another
 _BLOCK = 1 << 20  # elements converted to a wider dtype at once; whole rows
 
 
+class StateHost(Protocol):
+    """Memory for optimizer state that is not the device's: `xtf.host.HostMemory` has these."""
+
+    def zeros(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Zeros that stay there."""
+        ...
+
+    def bring(self, held: Tensor, device: torch.device) -> tuple[Tensor, Any]:
+        """Begin to copy to the device; returns the copy and what ``arrive`` takes."""
+        ...
+
+    def arrive(self, tensor: Tensor, done: Any) -> Tensor:
+        """What was brought, for use."""
+        ...
+
+    def put(self, tensor: Tensor, held: Tensor | None) -> Tensor:
+        """Begin to copy back, into ``held`` if given."""
+        ...
+
+    def settle(self, device: torch.device) -> None:
+        """Wait until all that was put is there."""
+        ...
+
+
 class Placement(Protocol):
     """Where the leaves of a step's trees live: given by the engine, `UNPLACED` on a single rank."""
+
+    @property
+    def host(self) -> StateHost | None:
+        """Where optimizer state lives between updates; ``None`` for on the device of its parameter."""
+        ...
 
     @property
     def donate(self) -> bool:
@@ -42,9 +72,11 @@ class Unplaced:
 
     Args:
         donate: whether the memory of gradients, state and parameters may be overwritten.
+        host: where optimizer state lives.
     """
 
     donate: bool = False
+    host: StateHost | None = None
 
     def norm(self, grads: Tree) -> Tensor:
         """L2 norm over the elements of all leaves; ``None`` leaves are skipped, no leaf at all gives 0."""

@@ -61,7 +61,8 @@ def sgd(
     def init(params: Tree, placement: Placement = UNPLACED) -> SgdState:
         leaves.masked(mask, params)
         return SgdState(
-            leaves.zero_count(), leaves.zeros_state(params) if momentum else tree.unflatten(params, [None] * len(tree.leaves(params)))
+            leaves.zero_count(),
+            leaves.zeros_state(params, placement) if momentum else tree.unflatten(params, [None] * len(tree.leaves(params))),
         )
 
     def update(grads: Tree, state: SgdState, params: Tree, placement: Placement = UNPLACED) -> tuple[Tree, SgdState]:
@@ -86,7 +87,7 @@ def sgd(
             return u, *owned
 
         buffers = (state.momentum,) if momentum else ()
-        updates, new = leaves.leafwise(leaf, grads, params, buffers, (leaves.masked(mask, params),))
+        updates, new = leaves.leafwise(leaf, grads, params, buffers, (leaves.masked(mask, params),), placement)
         return updates, SgdState(leaves.add_one(state.steps, placement), new[0] if momentum else state.momentum)
 
     return Optimizer(init, update, last_rate(rate))

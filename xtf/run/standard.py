@@ -20,7 +20,18 @@ from xtf.optim import Optimizer
 from xtf.run.recipe import Data, Evaluation, Files, Recipe, Schedule
 from xtf.run.training_data import DemoText, FileData, Learn
 from xtf.step import TrainStep
-from xtf.transforms import accumulate, chunk_loss, expert_parallel, precision, shard, swap_activations
+from xtf.transforms import (
+    accumulate,
+    chunk_loss,
+    context_parallel,
+    expert_parallel,
+    precision,
+    remat,
+    shard,
+    swap_activations,
+    swap_optimizer,
+)
+from xtf.transforms.swap_activations import automatic
 
 Transform = Callable[[TrainStep], TrainStep]
 
@@ -269,9 +280,25 @@ def _accumulate(mesh: Mesh, value: str) -> Transform:
 
 
 def _swap_activations(mesh: Mesh, value: str) -> Transform:
+    if value not in ("", "automatic"):
+        raise ValueError(f"swap_activations={value}: expected nothing or automatic; any other policy is given in a recipe")
+    return swap_activations(automatic()) if value else swap_activations()
+
+
+def _swap_optimizer(mesh: Mesh, value: str) -> Transform:
     if value:
-        raise ValueError(f"swap_activations={value}: it takes no value; a policy is given in a recipe")
-    return swap_activations()
+        raise ValueError(f"swap_optimizer={value}: it takes no value")
+    return swap_optimizer()
+
+
+def _remat(mesh: Mesh, value: str) -> Transform:
+    if value in ("", "everything", "nothing"):
+        return remat(value or "everything")
+    try:
+        budget = float(value)
+    except ValueError:
+        return remat(value.split("+"))
+    return remat(budget)
 
 
 def _expert_parallel(mesh: Mesh, value: str) -> Transform:
@@ -286,6 +313,15 @@ def _expert_parallel(mesh: Mesh, value: str) -> Transform:
     return expert_parallel(mesh[name], overlap=int(parts or 1))
 
 
+def _context_parallel(mesh: Mesh, value: str) -> Transform:
+    name = value or "context"
+    if name not in mesh.sizes:
+        raise ValueError(
+            f"context_parallel={name}: the mesh has no axis {name}; it has {', '.join(mesh)}: give one, as --mesh data=-1,context=2"
+        )
+    return context_parallel(mesh[name])
+
+
 def _count(name: str, value: str) -> int:
     if not value.isdigit() or int(value) < 1:
         raise ValueError(f"{name}={value}: expected a number of at least 1, as {name}=2")
@@ -296,8 +332,11 @@ TRANSFORMS: dict[str, _Named] = {
     "shard": _Named(_shard, "axes joined by +, by default all but replica"),
     "chunk_loss": _Named(_chunk_loss, "tokens of a chunk, by default chosen"),
     "accumulate": _Named(_accumulate, "micro-batches"),
-    "swap_activations": _Named(_swap_activations, "nothing"),
+    "swap_activations": _Named(_swap_activations, "nothing, or automatic: as much as copies hide"),
+    "swap_optimizer": _Named(_swap_optimizer, "nothing"),
+    "remat": _Named(_remat, "everything, nothing, a budget from 0 to 1, or names of values joined by +: attention+qkv"),
     "expert_parallel": _Named(_expert_parallel, "an axis, by default expert, and after a slash the parts that overlap: expert/2"),
+    "context_parallel": _Named(_context_parallel, "an axis, by default context"),
     "precision": _Named(_precision, "bfloat16, float16 or float32"),
 }
 

@@ -157,7 +157,7 @@ class _Loop:
     def __init__(self, recipe: Recipe, opened: Opened, folder: Path, progress: Progress, writer: MetricsWriter) -> None:
         self.recipe, self.opened, self.folder, self.progress, self.writer = recipe, opened, folder, progress, writer
         self.step, self.mesh = recipe.step, recipe.mesh
-        axis = self.step.token_axis
+        axis = self.step.row_axis
         self.rank, self.ranks = (axis.index, axis.size) if axis is not None else (0, 1)
         self.flops: ModelFlops = model_flops(self.step.model)
         self.peak = peak_flops(self.step.device, self.step.precision.compute or torch.float32)
