@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch._dynamo.utils import counters
@@ -15,8 +16,9 @@ import xtf
 from xtf import compile as compile_step
 from xtf import testing, tree
 from xtf.compile import _CACHE, lowering  # pyright: ignore[reportPrivateUsage]
+from xtf.data import Documents
 from xtf.mesh import Mesh
-from xtf.transforms import chunk_loss, shard
+from xtf.transforms import balance_batch, chunk_loss, shard
 
 CONFIG = {
     "model_type": "qwen3_moe",
@@ -223,3 +225,18 @@ def test_a_transform_after_compile_is_refused() -> None:
     step = compile_step(xtf.train_step(model(1), xtf.optim.adamw(lr=1e-2)), backend="aot_eager")
     with pytest.raises(ValueError, match=r"chunk_loss\(automatic\) is applied to a step that is compiled already"):
         chunk_loss()(step)
+
+
+def test_steps_of_filled_up_documents_are_compiled_once() -> None:
+    """And those of packs as they are have the same losses."""
+    random, losses, seen = np.random.default_rng(0), dict[bool, list[float]](), list[int]()
+    given = [Documents.of([random.integers(61, size=n).tolist() for n in random.integers(2, 30, size=20)]) for _ in range(3)]
+    for pad in (True, False):
+        step = compile_step(balance_batch(max_tokens=64, pad=pad)(xtf.train_step(model(2), xtf.optim.sgd(lr=0.1))), backend="aot_eager")
+        state, losses[pad] = step.init(0), []
+        for documents in given:
+            state, metrics = step(state, documents)
+            losses[pad].append(float(metrics["loss"]))
+            seen.append(graphs())
+    assert seen[0] == seen[2] > 0
+    assert losses[True] == pytest.approx(losses[False], rel=1e-12)

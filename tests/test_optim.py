@@ -540,7 +540,7 @@ def test_muon_adamw_routes() -> None:
 class Rows:
     """A placement for tests: ``ranks`` threads, each with its rows of every matrix; other leaves are whole on each."""
 
-    donate, host = False, None
+    donate = False
 
     def __init__(self, rank: int, ranks: int, board: dict[Any, Any], barrier: threading.Barrier) -> None:
         self.rank, self.ranks, self.board, self.barrier = rank, ranks, board, barrier

@@ -1,6 +1,7 @@
 """Transforms: functions from a `xtf.TrainStep` to a `xtf.TrainStep`, one file each. `xtf.compose` puts them together."""
 
 from xtf.transforms.accumulate import accumulate
+from xtf.transforms.balance_batch import balance_batch
 from xtf.transforms.chunk_loss import chunk_loss
 from xtf.transforms.context_parallel import context_parallel
 from xtf.transforms.expert_parallel import expert_parallel
@@ -12,6 +13,7 @@ from xtf.transforms.swap_optimizer import swap_optimizer
 
 __all__ = [
     "accumulate",
+    "balance_batch",
     "chunk_loss",
     "context_parallel",
     "expert_parallel",

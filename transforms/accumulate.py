@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from torch import Tensor
 
-from xtf.batch import Batch, cut_rows
+from xtf.batch import cut_rows
 from xtf.step import TrainStep
 
 
@@ -28,8 +29,8 @@ def accumulate(n: int) -> Callable[[TrainStep], TrainStep]:
     def transform(step: TrainStep) -> TrainStep:
         inner = step.split
 
-        def split(batch: Batch) -> list[dict[str, Tensor]]:
-            return [micro for outer in inner(batch) for micro in (cut_rows(outer, n, i) for i in range(n))]
+        def split(given: Any) -> list[dict[str, Tensor]]:
+            return [micro for outer in inner(given) for micro in (cut_rows(outer, n, i) for i in range(n))]
 
         return step.replace(f"accumulate({n})", split=split)
 

@@ -63,7 +63,8 @@ def check_shapes(batch: Batch) -> None:
         ValueError: as for `check_batch`.
     """
     if not isinstance(batch, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise ValueError(f"a batch is a dict of tensors {sorted(_KEYS)}, got {type(batch).__name__}")
+        more = "; a step takes documents after xtf.transforms.balance_batch" if hasattr(batch, "lengths") else ""
+        raise ValueError(f"a batch is a dict of tensors {sorted(_KEYS)}, got {type(batch).__name__}{more}")
     unknown = sorted(set(batch) - _KEYS)
     if unknown:
         raise ValueError(f"batch has unknown keys {unknown}; known are {sorted(_KEYS)}")

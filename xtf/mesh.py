@@ -29,7 +29,8 @@ T = TypeVar("T")
 Build = Callable[["Mesh", tuple[str, ...]], Axis]
 """Makes the axis of these names, of more than one rank, for the rank that a mesh stands for."""
 
-_PADDING = {"input_ids": 0, "labels": IGNORE, "document_ids": -1, "loss_weights": 0, "positions": 0}
+PADDING = {"input_ids": 0, "labels": IGNORE, "document_ids": -1, "loss_weights": 0, "positions": 0}
+"""What stands in a batch where no token does."""
 
 
 class Mesh:
@@ -241,8 +242,8 @@ def split_batch(batch: Mapping[str, Tensor], mesh: Mesh, *, axes: Sequence[str] 
     names = list(mesh.sizes) if axes is None else list(axes)
     if len(set(names)) < len(names) or not set(names) <= set(mesh.sizes):
         raise ValueError(f"split_batch: axes must be different axes of the mesh, {list(mesh.sizes)}, got {names}")
-    if unknown := sorted(set(batch) - _PADDING.keys()):
-        raise ValueError(f"batch has unknown keys {unknown}; known are {sorted(_PADDING)}")
+    if unknown := sorted(set(batch) - PADDING.keys()):
+        raise ValueError(f"batch has unknown keys {unknown}; known are {sorted(PADDING)}")
     if "input_ids" not in batch:
         raise ValueError(f"batch has no 'input_ids'; it has {sorted(batch)}")
     shape = batch["input_ids"].shape
@@ -256,7 +257,7 @@ def split_batch(batch: Mapping[str, Tensor], mesh: Mesh, *, axes: Sequence[str] 
     batch = dict(batch)
     if rows * parts > shape[0]:
         batch.setdefault("document_ids", torch.zeros_like(batch["input_ids"]))
-    return {name: _rows(value, place * rows, rows, _PADDING[name]) for name, value in batch.items()}
+    return {name: _rows(value, place * rows, rows, PADDING[name]) for name, value in batch.items()}
 
 
 def _rows(value: Tensor, start: int, count: int, padding: int) -> Tensor:

@@ -17,7 +17,7 @@ from torch import Tensor
 from xtf import tree
 from xtf.collectives import Axis, Work
 from xtf.mesh import join
-from xtf.optim.placement import StateHost, vector_norm
+from xtf.optim.placement import vector_norm
 from xtf.record import Extra, storage_key
 from xtf.spec import ParamSpec
 from xtf.stage import Transfer
@@ -312,7 +312,6 @@ class Placed:
 
     leaves: Mapping[Path, Placement]
     donate: bool = False
-    host: StateHost | None = None
 
     def norm(self, grads: Tree) -> Tensor:
         """Global L2 norm of a tree of this rank's gradients, each element counted once whatever axes it lies on. Shape ()."""

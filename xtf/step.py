@@ -19,6 +19,7 @@ from xtf import tree
 from xtf.batch import Batch
 from xtf.collectives import Axis
 from xtf.collectives.planned import read
+from xtf.data.documents import Documents
 from xtf.describe import describe
 from xtf.mesh import join
 from xtf.model import Model
@@ -40,8 +41,9 @@ _CPU = torch.device("cpu")
 Rewrite = Callable[["TrainStep", Program], Program]
 """``(finished step, program) -> program``: replaces, adds or reorders stages."""
 
-Split = Callable[[Batch], Sequence[Batch]]
-"""This rank's part of the batch as micro-batches; their number is the same on all ranks."""
+Split = Callable[[Any], Sequence[Batch]]
+"""What a step is given as this rank's micro-batches; their number is the same on all ranks. A step is given this rank's part of the batch,
+or what a transform's own split takes, as that of `xtf.transforms.balance_batch` takes the global `xtf.data.Documents`."""
 
 
 Tokens = Callable[[dict[str, Any]], dict[str, Any]]
@@ -293,13 +295,14 @@ class TrainStep:
 
     # Running ---------------------------------------------------------------------------------------------------------------------
 
-    def __call__(self, state: State, batch: Batch, *, record: Record | None = None) -> tuple[State, dict[str, Tensor]]:
+    def __call__(self, state: State, batch: Batch | Documents, *, record: Record | None = None) -> tuple[State, dict[str, Tensor]]:
         """One step. Where the loss or the gradients' norm is not finite it is skipped: it counts in ``state.step`` and
         ``state.skipped``, and changes nothing else.
 
         Args:
             state: this rank's state.
-            batch: this rank's part of the batch (`xtf.batch`).
+            batch: this rank's part of the batch (`xtf.batch`); of a step with `xtf.transforms.balance_batch` also all documents of all
+                ranks.
             record: where the walk's events go.
 
         Returns:
@@ -336,16 +339,16 @@ class TrainStep:
         untrained = {path: leaf for path, leaf in leaves.items() if not self.specs[path].trainable}
         return self.tree_of(leaves | dict(self.model.update(untrained, run.counts())))
 
-    def value_and_grad(self, params: Tree, batch: Batch, *, record: Record | None = None) -> tuple[Tensor, Tree]:
+    def value_and_grad(self, params: Tree, batch: Batch | Documents, *, record: Record | None = None) -> tuple[Tensor, Tree]:
         """The loss (global, shape ()) and this rank's gradients, a tree like ``params`` with ``None`` for what is not trained."""
         metrics, grads = self._differentiate(params, StepLoss(self, batch, record), record)
         return metrics["loss"], grads
 
-    def loss(self, params: Tree, batch: Batch) -> Tensor:
+    def loss(self, params: Tree, batch: Batch | Documents) -> Tensor:
         """The loss of a batch (global, shape ()); nothing is differentiated, nothing changes."""
         return self.evaluate(params, batch)["loss"]
 
-    def evaluate(self, params: Tree, batch: Batch, *, record: Record | None = None) -> dict[str, Tensor]:
+    def evaluate(self, params: Tree, batch: Batch | Documents, *, record: Record | None = None) -> dict[str, Tensor]:
         """The metrics of a batch without training on it: ``loss``, ``cross_entropy``, ``tokens`` and the auxiliary loss's."""
         run = StepLoss(self, batch, record)
         values = walk(run.plans, self._local(params), run.micros, keep=run.keep, record=record).values

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from xtf.batch import Batch, normalizer
 from xtf.collectives.planned import read
+from xtf.data.documents import Documents
 from xtf.model import RESULTS, statistics
 from xtf.overlap import DOCUMENTS, cut_documents, near_ends, part_constants
 from xtf.record import Event, Record
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 class StepLoss:
     """What one evaluation of the loss needs besides the walk: constants, normalisation over ranks, and auxiliary losses."""
 
-    def __init__(self, step: TrainStep, batch: Batch, record: Record | None) -> None:
+    def __init__(self, step: TrainStep, batch: Batch | Documents, record: Record | None) -> None:
         self.step, self.record = step, record
         batches = list(step.split(batch))
         if not batches:

@@ -10,13 +10,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from xtf import optim, tree
 from xtf.batch import Batch, normalizer, pack
 from xtf.collectives import Axis
-from xtf.mesh import Mesh, simulate, split_batch
+from xtf.data.batches import fill
+from xtf.data.documents import Documents
+from xtf.mesh import PADDING, Mesh, simulate, split_batch
 from xtf.model import Model, run
 from xtf.ops.reference import REFERENCE
 from xtf.step import TrainStep, apply, train_step
@@ -66,7 +69,7 @@ def check(
     transform: Callable[..., Any],
     *,
     model: Model | Sequence[Model] | None = None,
-    batch: Batch | None = None,
+    batch: Batch | Documents | None = None,
     optimizer: optim.Optimizer | None = None,
     seed: int = 0,
     tolerance: float = 1e-12,
@@ -84,7 +87,8 @@ def check(
             ``lambda mesh: shard(mesh["data"])``.
         model: a model, or several. Float64 models make the law exact; by default those of `small_models`: with tied
             embeddings, with auxiliary losses, with leaves that no gradient reaches.
-        batch: the global batch; by default one with packed documents, unequal weights and a row without targets.
+        batch: the global batch; by default one with packed documents, unequal weights and a row without targets. Documents, for
+            `xtf.transforms.balance_batch`, are given to every rank whole; the reference has each in a row of its own.
         optimizer: by default AdamW behind clipping.
         seed: of the initial parameters and the default batch.
         tolerance: relative, per leaf.
@@ -111,16 +115,21 @@ def check(
             seen = simulate(lambda mesh: observe(mesh, transform(mesh), one, whole, optimizer, seed), **sizes)  # noqa: B023
         else:
             seen = [observe(None, transform, one, whole, optimizer, seed)]
+        plain = documents_batch(whole) if isinstance(whole, Documents) else whole
         name = f"{one.family} on " + (", ".join(f"{k}={v}" for k, v in sizes.items()) or "one rank")
-        reports.append(compare(name, seen, one, whole, optimizer, seed=seed, tolerance=tolerance))
+        reports.append(compare(name, seen, one, plain, optimizer, seed=seed, tolerance=tolerance))
     return reports
 
 
-def observe(mesh: Mesh | None, transform: Transform, model: Model, batch: Batch, optimizer: optim.Optimizer, seed: int) -> Observation:
+def observe(
+    mesh: Mesh | None, transform: Transform, model: Model, batch: Batch | Documents, optimizer: optim.Optimizer, seed: int
+) -> Observation:
     """Run a transformed step on this rank (of real or simulated ranks) and return what it did; `compare` judges it."""
     step = apply(transform, train_step(model, optimizer))
     axes = [name for axis in step.row_axes for name in axis.names]
-    part = split_batch(batch, mesh, axes=axes) if mesh is not None and axes else dict(batch)
+    part: Any = batch
+    if not isinstance(batch, Documents):
+        part = split_batch(batch, mesh, axes=axes) if mesh is not None and axes else dict(batch)
     state = step.init(seed)
     loss, grads = step.value_and_grad(state.params, part)
     evaluated = step.loss(state.params, part)
@@ -223,7 +232,7 @@ def _cross_entropy(model: Model, params: Any, batch: Batch) -> Tensor:
     return -(logprobs * weights).sum() * normalizer(weights.sum())
 
 
-def _aux_metrics(model: Model, params: Any, micros: Sequence[Batch], total: Tensor) -> dict[str, Tensor]:
+def _aux_metrics(model: Model, params: Any, micros: Sequence[Mapping[str, Tensor]], total: Tensor) -> dict[str, Tensor]:
     """What the auxiliary loss reports, averaged over micro-batches by their share of the weights."""
     if model.aux is None:
         return {}
@@ -282,20 +291,25 @@ def _factor(got: Tensor, want: Tensor, sizes: Mapping[str, int]) -> str:
     return f"; it is {factor:.6g} × the reference" + (f" ({cause})" if cause else "")
 
 
-def _global_micros(seen: Sequence[Observation]) -> list[Batch]:
+def _global_micros(seen: Sequence[Observation]) -> list[dict[str, Tensor]]:
     """The micro-batches of all ranks that are given different rows, joined rank by rank."""
     holders = [o for o in seen if all(at == 0 for axis, at in o.coordinate.items() if axis not in o.row_axes)]
-    joined: list[Batch] = []
+    joined: list[dict[str, Tensor]] = []
     for parts in zip(*(o.micros for o in holders), strict=True):
-        keys = {key for part in parts for key in part}
+        keys, seq = {key for part in parts for key in part}, max(part["input_ids"].shape[1] for part in parts)
         default = {"document_ids": 0, "loss_weights": 1.0}
-        joined.append(
-            {
-                key: torch.cat([part.get(key, torch.full(part["input_ids"].shape, default.get(key, 0))) for part in parts])
-                for key in sorted(keys)
-            }
-        )
+        filled = [{key: part.get(key, torch.full(part["input_ids"].shape, default.get(key, 0))) for key in sorted(keys)} for part in parts]
+        joined.append({key: torch.cat([_longer(part[key], seq, PADDING[key]) for part in filled]) for key in sorted(keys)})
     return joined
+
+
+def _longer(value: Tensor, seq: int, padding: int) -> Tensor:
+    return torch.cat([value, value.new_full((len(value), seq - value.shape[1]), padding)], 1)
+
+
+def documents_batch(documents: Documents) -> dict[str, Tensor]:
+    """Each document in a row of its own, filled up with padding: (documents, tokens of the longest)."""
+    return fill(documents, [np.array([i]) for i in range(len(documents))], rows=len(documents), seq=int(documents.lengths.max()))
 
 
 def default_optimizer() -> optim.Optimizer:
@@ -370,4 +384,16 @@ def small_models(dtype: torch.dtype = torch.float64) -> dict[str, Model]:
     }
 
 
-__all__ = ["Axis", "LawError", "Observation", "Report", "check", "compare", "default_optimizer", "observe", "random_batch", "small_models"]
+__all__ = [
+    "Axis",
+    "LawError",
+    "Observation",
+    "Report",
+    "check",
+    "compare",
+    "default_optimizer",
+    "documents_batch",
+    "observe",
+    "random_batch",
+    "small_models",
+]

@@ -91,6 +91,16 @@ def test_a_plan_resumed_is_the_rest_of_it(lengths: list[int], layout: dict[str, 
         assert [[pack.tolist() for pack in rank] for rank in step] == [[pack.tolist() for pack in rank] for rank in again]
 
 
+@given(sizes, layouts, st.integers(1, 5))
+def test_workers_that_share_the_steps_have_the_same_plan(lengths: list[int], layout: dict[str, Any], workers: int) -> None:
+    """Each plans for itself, and takes as many steps apart as there are workers."""
+    plans = [plan_batches(lengths, max_tokens=LIMIT, **layout) for _ in range(workers)]
+    taken = [plans[step % workers][step] for step in range(len(plans[0]))]
+    assert [[pack.tolist() for rank in step for pack in rank] for step in taken] == [
+        [pack.tolist() for rank in step for pack in rank] for step in plan_batches(lengths, max_tokens=LIMIT, **layout)
+    ]
+
+
 @given(sizes, layouts, st.integers(0, 60))
 def test_a_stream_has_every_document_once_and_resumes(lengths: list[int], layout: dict[str, Any], done: int) -> None:
     steps = list(stream_batches(lengths, max_tokens=LIMIT, **layout))

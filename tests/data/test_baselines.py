@@ -10,13 +10,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from plan_lengths import ATTENTION, QWEN3_30B, log_normal
 
-from xtf.data import Cost, concatenate_and_cut, greedy_packing, length_grouped, plan_batches
+from xtf.data import Cost, best_fit_packing, concatenate_and_cut, greedy_packing, length_grouped, plan_batches
 
 LIMIT = 12
 layouts = st.fixed_dictionaries({"data_ranks": st.integers(1, 4), "accumulate": st.integers(1, 3), "seed": st.integers(0, 3)})
 
 
-@given(st.lists(st.integers(1, LIMIT), min_size=1, max_size=120), layouts, st.sampled_from([greedy_packing, length_grouped]))
+WHOLE = st.sampled_from([greedy_packing, best_fit_packing, length_grouped])
+
+
+@given(st.lists(st.integers(1, LIMIT), min_size=1, max_size=120), layouts, WHOLE)
 def test_every_document_once_and_no_pack_over_the_limit(lengths: list[int], layout: dict[str, Any], method: Any) -> None:
     plan = method(lengths, max_tokens=LIMIT, **layout)
     assert sorted(plan.flat.documents.tolist()) == list(range(len(lengths)))

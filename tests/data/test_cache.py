@@ -47,7 +47,7 @@ def lines(path: Path, rows: list[Any]) -> Path:
 
 
 def documents(found: Tokenized) -> list[tuple[list[int], list[float]]]:
-    every = [found.documents.fetch(k) for k in range(len(found.documents))]
+    every = [found.documents[k] for k in range(len(found.documents))]
     return [(document.ids.tolist(), document.weights.tolist()) for document in every]
 
 
@@ -65,7 +65,7 @@ def test_what_is_cached_is_what_the_encoders_give(file: Path, tmp_path: Path) ->
     expected = [chat.encode(row) if isinstance(row, Conversation) else text.encode(row) for row in rows]
     assert documents(found) == [(document.ids.tolist(), document.weights.tolist()) for document in expected]
     assert found.documents.lengths.tolist() == [len(document.ids) for document in expected]
-    first = found.documents.fetch(0)
+    first = found.documents[0]
     assert (first.ids.dtype, first.weights.dtype, first.weights.flags.writeable) == (np.int64, np.float32, True)
     assert found.max_id == max(int(document.ids.max()) for document in expected)
     assert found.skipped == ()
@@ -84,7 +84,7 @@ def test_plain_texts_keep_no_weights(tmp_path: Path) -> None:
     found = tokenize_files([lines(tmp_path / "a.jsonl", [TEXT, TEXT])], DEMO, cache_dir=tmp_path / "cache")
     (entry,) = entries(tmp_path / "cache")
     assert entries(tmp_path / "cache" / entry) == ["ends.bin", "ids.bin", "meta.json"]
-    assert bool((found.documents.fetch(1).weights == 1).all())
+    assert bool((found.documents[1].weights == 1).all())
 
 
 def test_the_second_call_encodes_nothing(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

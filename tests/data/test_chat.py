@@ -296,7 +296,7 @@ def test_cut_documents_keep_what_is_left_right(case: Case) -> None:
     document = case.encoder.encode(conversation(CONVERSATIONS["several turns"]))
     whole = Documents.of([document.ids.tolist()], [document.weights.tolist()])
     for length in range(2, len(document.ids) + 1):
-        cut = whole.limited(length).fetch(0)
+        cut = whole.limited(length)[0]
         assert cut.ids.tolist() == document.ids[:length].tolist()
         for full, part in zip(learned(case.tokenizer, document), learned(case.tokenizer, cut), strict=False):
             assert full.startswith(part)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from plan_lengths import ATTENTION, QWEN3_30B
 from tokenizers import Tokenizer
 
-from xtf.data import Cost, Pieces, Plan, independence, plan_batches
+from xtf.data import Cost, Pieces, Plan, Tokenized, independence, plan_batches, tokenize_files
 
 
 def of(steps: Sequence[Sequence[Sequence[Sequence[int]]]], *, full: int, max_tokens: int = 8) -> Plan:
@@ -114,3 +114,21 @@ def test_real_texts(real_lengths: list[int], max_tokens: int, ranks: int, cost: 
     assert plan.full >= 5
     assert balance.over_bound <= 1.02
     assert balance.fill >= 0.997
+
+
+@pytest.mark.parametrize("cost", [ATTENTION, QWEN3_30B], ids=["attention", "model"])
+@pytest.mark.parametrize("ranks", [8, 64, pytest.param(512, marks=pytest.mark.full)])
+def test_every_real_file_by_itself(tokenized: Tokenized, ranks: int, cost: Cost) -> None:
+    """Repeated until it fills ten steps."""
+    assert len(tokenized.parts) == 5
+    for part in tokenized.parts:
+        own = tokenized.documents.lengths[part.first : part.first + part.documents]
+        lengths = np.tile(own, -(-10 * ranks * 8192 // int(own.sum())))
+        balance = plan_batches(lengths, max_tokens=8192, data_ranks=ranks, cost=cost, too_long="split").balance(cost)
+        assert balance.steps >= 9 and balance.over_bound <= 1.02 and balance.fill > 0.99, part.path
+
+
+@pytest.fixture(scope="module")
+def tokenized(real_inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Tokenized:
+    files = [file for part in ("text", "chat") for file in sorted((real_inputs / part).glob("*.json*"))]
+    return tokenize_files(files, real_inputs / "smollm2-135m", cache_dir=tmp_path_factory.mktemp("cache"))

@@ -63,7 +63,7 @@ def test_the_loss_is_that_of_each_document_alone(batch_tokens: int, weights: boo
     docs = documents(LENGTHS, weights)
     nats, weight = 0.0, 0.0
     for index in range(len(docs)):
-        ids, w = docs.fetch(index)
+        ids, w, _ = docs[index]
         if len(ids) > 1:
             nats -= float((alone(model, params, ids.tolist()) * torch.from_numpy(w[1:])).sum())
             weight += float(w[1:].sum())
@@ -71,7 +71,7 @@ def test_the_loss_is_that_of_each_document_alone(batch_tokens: int, weights: boo
     assert got.loss == pytest.approx(nats / weight, rel=1e-12) and got.weight == weight
     assert got.perplexity == pytest.approx(math.exp(nats / weight), rel=1e-12)
     assert (got.documents, got.all_tokens) == (6, sum(LENGTHS))
-    assert got.tokens == sum(int((docs.fetch(i).weights[1:] > 0).sum()) for i in range(6))
+    assert got.tokens == sum(int((docs[i].weights[1:] > 0).sum()) for i in range(6))
     assert got.bits_per_byte is None
 
 
@@ -79,7 +79,7 @@ def test_the_loss_equals_that_of_transformers() -> None:
     hf = hf_models.build(CONFIG, torch.float64)
     model = models.from_hf(CONFIG, dtype=torch.float64)
     params, docs = hf_models.parameters(model, hf), documents([9, 9, 9])
-    ids = torch.tensor(np.stack([docs.fetch(i).ids for i in range(3)]))
+    ids = torch.tensor(np.stack([docs[i].ids for i in range(3)]))
     with torch.no_grad():
         want = float(hf(ids, labels=ids).loss)
     assert evaluate_documents(model, params, docs, batch_tokens=20).loss == pytest.approx(want, rel=1e-6)  # theirs is float32
@@ -91,7 +91,7 @@ def test_each_document_comes_in_order_with_its_log_probabilities() -> None:
     found = list(score_documents(model, params, docs, batch_tokens=12))
     assert [done.number for done in found] == list(range(len(LENGTHS)))
     for done in found:
-        ids, weights = docs.fetch(done.number)
+        ids, weights, _ = docs[done.number]
         assert done.ids.tolist() == ids.tolist() and done.weights[1:].tolist() == weights[1:].tolist() and not done.weights[:1].any()
         if len(ids) > 1:
             want = alone(model, params, ids.tolist()).numpy()
@@ -105,9 +105,9 @@ def test_each_document_comes_in_order_with_its_log_probabilities() -> None:
 def test_long_documents_are_split_or_cut(length: int) -> None:
     model, params = small()
     docs = documents([length, 3])
-    ids = docs.fetch(0).ids.tolist()
+    ids = docs[0].ids.tolist()
     (split, rest) = score_documents(model, params, docs, batch_tokens=10, seq=5)
-    assert split.ids.tolist() == ids and rest.ids.tolist() == docs.fetch(1).ids.tolist()
+    assert split.ids.tolist() == ids and rest.ids.tolist() == docs[1].ids.tolist()
     assert np.flatnonzero(~split.targets).tolist() == [0, 5, 10][: -(-length // 5)]
     assert np.allclose(split.logprobs[6 : min(10, length)], alone(model, params, ids[5:10]).numpy(), rtol=1e-12)
     (cut, _) = score_documents(model, params, docs, batch_tokens=10, seq=5, long="cut")

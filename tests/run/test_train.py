@@ -171,6 +171,38 @@ def test_a_run_of_two_ranks_goes_on_on_one_from_another_folder(inputs: Path, fin
     agree(out, finished)
 
 
+MIXED = ["--packing", "balanced", "--mix", "3", "1", "--loss-weights", "1", "0.5", "--learn", "answers", "everything", "--held-out", "4"]
+
+
+def mixed(inputs: Path, out: Path) -> list[str]:
+    """Two sources in proportions, in balanced rows."""
+    return flags(inputs, out, "--data", str(inputs / "chat.jsonl"), str(inputs / "text.jsonl"), *MIXED)
+
+
+def test_a_mixture_in_balanced_rows_goes_on_bit_for_bit_on_other_ranks(inputs: Path, tmp_path: Path) -> None:
+    whole, out, two = tmp_path / "whole", tmp_path / "stopped", tmp_path / "two"
+    assert cli.main(mixed(inputs, whole)) == 0
+    rows = read_metrics(whole)
+    chats, texts = (float(str(rows[-1][f"{name}/epoch"])) for name in ("chat", "text"))
+    assert chats > 0 and texts > 0 and {"chat/epoch", "text/epoch", "epoch"} <= rows[1].keys()
+    about = json.loads((whole / "run.json").read_text())["data"]["sources"]
+    assert [(source["name"], source["weight"]) for source in about] == [("chat", 3.0), ("text", 1.0)]
+    drawn = [done * source["documents"] for done, source in zip((chats, texts), about, strict=True)]
+    assert drawn[0] / sum(drawn) == pytest.approx(0.75, abs=0.12)
+    process = spawn(mixed(inputs, out))
+    wait_for_step(out, 4, process)
+    process.kill()
+    process.communicate()
+    shutil.copytree(out, two)
+    assert cli.main(["train", "--out", str(out), "--resume"]) == 0
+    assert losses(out) == losses(whole)
+    process = spawn(["train", "--out", str(two), "--resume"], 2)
+    _, said = process.communicate(timeout=300)
+    assert process.returncode == 0, said
+    agree(two, whole)
+    assert cli.main(["train", "--out", str(out), "--resume", "--mix", "1", "1"]) == 2
+
+
 RECIPE = '''
 from pathlib import Path
 import xtf
@@ -283,6 +315,10 @@ BAD: list[tuple[list[str], str]] = [
     (["--seq", "1"], "--seq is 1"),
     (["--template", "no.jinja"], "no.jinja"),
     (["--set", "lr=1"], "--set lr=1 is for a recipe file"),
+    (["--mix", "1", "2"], "--mix has 2 values for 1 data files"),
+    (["--mix", "-1"], "--mix is -1.0: expected finite numbers above 0"),
+    (["--loss-weights", "0"], "--loss-weights is 0.0: expected finite numbers above 0"),
+    (["--learn", "answers", "everything"], "--learn has 2 values for 1 data files"),
 ]
 
 

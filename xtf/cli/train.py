@@ -64,7 +64,10 @@ def with_settings(made_name: str, base: type[Any], *paragraphs: str) -> type[Any
         kinds = [kind for kind in (setting.annotation, *typing.get_args(setting.annotation)) if kind in _METAVARS]
         choices = [str(value) for value in typing.get_args(setting.annotation) if isinstance(value, str)]
         several = typing.get_origin(setting.annotation) is tuple
-        shown = "FILE [FILE ...]" if several else "{" + ",".join(choices) + "}" if choices else _METAVARS[kinds[0]] if kinds else None
+        item = typing.get_args(setting.annotation)[0] if several else None
+        named = "|".join(typing.get_args(item)) if typing.get_args(item) else "FILE" if item is Path else "NUMBER"
+        one = "{" + ",".join(choices) + "}" if choices else _METAVARS[kinds[0]] if kinds else None
+        shown = f"{named} [{named} ...]" if several else one
         flag = setting.annotation is bool
         about = tyro.conf.arg(help=said, help_behavior_hint="", metavar=None if flag else shown)
         annotation = Annotated[bool if flag else setting.annotation | None, about]

@@ -197,7 +197,7 @@ def _windows(source: Iterator[Pieces], layout: _Layout, random: np.random.Genera
     while len(held.documents):
         steps = _steps(held, layout)
         if not steps:  # less than a full step; yet the documents may not fit one
-            pack = spread_evenly(held.lengths, layout.cost, packs=layout.group, max_tokens=layout.max_tokens)
+            pack = spread_evenly(held.lengths, layout.cost, packs=layout.group, max_tokens=layout.max_tokens, group=layout.ranks)
             if pack is not None:
                 yield _Window(held, pack, *_deal(held, pack, 1, layout, random), full=False)
                 return

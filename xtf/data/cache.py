@@ -104,10 +104,13 @@ def read_entry(folder: Path, path: str) -> Entry | None:
     if meta.get("format") != FORMAT or int(ends[-1]) != tokens or int(lengths.min()) < 0:
         return None
 
-    def fetch(index: int) -> Document:
+    def one(index: int) -> Document:
         part = slice(int(starts[index]), int(ends[index]))
         heavy = np.ones(part.stop - part.start, np.float32) if weights is None else np.array(weights[part])
         return Document(ids[part].astype(np.int64), heavy)
+
+    def fetch(indices: npt.NDArray[np.int64]) -> list[Document]:
+        return [one(index) for index in indices.tolist()]
 
     return Entry(Documents(lengths, fetch), max_id, skipped)
 

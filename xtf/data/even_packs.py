@@ -69,8 +69,16 @@ def even_packs(lengths: Ints, cost: CostFunction, *, packs: int, group: int, max
     return found
 
 
-def spread_evenly(lengths: Ints, cost: CostFunction, *, packs: int, max_tokens: int) -> Ints | None:
-    """The pack of each document, each document into the pack that costs the least so far, the costliest first; (documents,) int64.
+def spread_evenly(lengths: Ints, cost: CostFunction, *, packs: int, max_tokens: int, group: int | None = None) -> Ints | None:
+    """The pack of each document, each document into the pack that is furthest below its level, the costliest first; (documents,) int64.
+
+    Args:
+        lengths: of the documents.
+        cost: of a document.
+        packs: how many.
+        max_tokens: that a pack may have.
+        group: how many packs are run at the same time, one on each rank; by default all. All packs of a group have one level, and groups
+            have different ones only where documents are too heavy: `_group_levels`.
 
     Returns:
         ``None`` if a document finds no room that way.
@@ -79,7 +87,8 @@ def spread_evenly(lengths: Ints, cost: CostFunction, *, packs: int, max_tokens: 
     order = np.argsort(-each, kind="stable")
     rooms = [max_tokens] * packs
     owner = np.full(len(lengths), -1, np.int64)
-    heap = [(0.0, 0, pack) for pack in range(packs)]  # where costs are equal, the one with the fewest tokens
+    levels = np.repeat(_group_levels(each[order], packs, group or packs), group or packs).tolist()
+    heap = [(-level, 0, pack) for pack, level in enumerate(levels)]  # where costs are equal, the one with the fewest tokens
     for document, tokens, value in zip(order.tolist(), np.asarray(lengths)[order].tolist(), each[order].tolist(), strict=True):
         passed: list[tuple[float, int, int]] = []
         while heap and rooms[heap[0][2]] < tokens:
@@ -93,6 +102,28 @@ def spread_evenly(lengths: Ints, cost: CostFunction, *, packs: int, max_tokens: 
         rooms[pack] -= tokens
         owner[document] = pack
     return owner
+
+
+def _group_levels(falling: Floats, packs: int, group: int) -> Floats:
+    """What the packs of each group should cost, (packs ÷ group,): the same in all, but where the heaviest document of a group costs more.
+
+    A rank that has one document of twice the cost of a pack makes all others wait, unless they have as much to do at that time, and all
+    less at another. With documents by falling cost, group k has document k × group at least; the rest is spread like water.
+
+    Example:
+        >>> _group_levels(np.array([6.0, 1, 1, 1, 1, 1, 1]), 4, 2).tolist(), _group_levels(np.array([1.0] * 8), 4, 2).tolist()
+        ([6.0, 1.0], [2.0, 2.0])
+    """
+    groups = packs // group
+    heads = np.zeros(groups)
+    found = falling[::group][:groups]
+    heads[: len(found)] = found
+    total = float(falling.sum()) / group
+    for heavy in range(groups):  # the first of them are above the water
+        water = (total - float(heads[:heavy].sum())) / (groups - heavy)
+        if water >= heads[heavy]:
+            return np.concatenate([heads[:heavy], np.full(groups - heavy, water)])
+    return heads
 
 
 def _budgets(tokens: Ints, each: Floats, closing: int, cost: CostFunction, packs: int, group: int, max_tokens: int) -> tuple[Floats, int]:

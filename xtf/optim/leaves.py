@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from xtf import tree
-from xtf.optim.placement import UNPLACED, Placement, StateHost
+from xtf.optim.placement import UNPLACED, Placement, StateHost, host_of
 from xtf.tree import Path, Tree
 
 _CPU_BLOCK = 1 << 20  # elements: the few tensors of a block stay in the last cache between one operation and the next
@@ -83,7 +83,7 @@ class _Stream:
 
     def bring(self, at: int) -> Sequence[Any]:
         """The states of a leaf on its device."""
-        host = self._placement.host
+        host = host_of(self._placement)
         if host is None:
             return self._rows[at][1]
         self._start(at, host)
@@ -95,16 +95,17 @@ class _Stream:
 
     def put(self, at: int, new: Sequence[Tensor]) -> Sequence[Tensor]:
         """The new states of a leaf, where state lives."""
-        host = self._placement.host
+        host = host_of(self._placement)
         if host is None:
             return new
         return [host.put(state, old if self._placement.donate else None) for state, old in zip(new, self._rows[at][1], strict=True)]
 
     def settle(self) -> None:
         """Wait until everything is where it lives."""
-        if self._placement.host is not None:
+        host = host_of(self._placement)
+        if host is not None:
             for device in {grad.device for grad, _ in self._rows if grad is not None}:
-                self._placement.host.settle(device)
+                host.settle(device)
 
 
 def check_structure(given: Tree, params: Tree, name: str) -> None:
@@ -151,14 +152,16 @@ def zeros_state(params: Tree, placement: Placement = UNPLACED) -> Tree:
         ValueError: if a parameter is not a tensor of floating point numbers.
     """
 
+    host = host_of(placement)
+
     def zeros(path: Path, p: Any) -> Tensor | None:
         if p is None:
             return None
         if not isinstance(p, Tensor) or not p.is_floating_point():
             kind = p.dtype if isinstance(p, Tensor) else type(p).__name__
             raise ValueError(f"leaf {path!r} is {kind}, not a floating point tensor: give None for a leaf that is not trained")
-        if placement.host is not None:
-            return placement.host.zeros(p.shape, wide(p.dtype), p.device)
+        if host is not None:
+            return host.zeros(p.shape, wide(p.dtype), p.device)
         return torch.zeros(p.shape, dtype=wide(p.dtype), device=p.device)
 
     return tree.map_with_path(zeros, params)

@@ -41,12 +41,8 @@ class StateHost(Protocol):
 
 
 class Placement(Protocol):
-    """Where the leaves of a step's trees live: given by the engine, `UNPLACED` on a single rank."""
-
-    @property
-    def host(self) -> StateHost | None:
-        """Where optimizer state lives between updates; ``None`` for on the device of its parameter."""
-        ...
+    """Where the leaves of a step's trees live: given by the engine, `UNPLACED` on a single rank. One with an attribute ``host``, a
+    `StateHost`, says that optimizer state lives there between updates, and not on its parameter's device (`host_of`)."""
 
     @property
     def donate(self) -> bool:
@@ -72,11 +68,9 @@ class Unplaced:
 
     Args:
         donate: whether the memory of gradients, state and parameters may be overwritten.
-        host: where optimizer state lives.
     """
 
     donate: bool = False
-    host: StateHost | None = None
 
     def norm(self, grads: Tree) -> Tensor:
         """L2 norm over the elements of all leaves; ``None`` leaves are skipped, no leaf at all gives 0."""
@@ -96,6 +90,11 @@ class Unplaced:
 
 
 UNPLACED = Unplaced()
+
+
+def host_of(placement: Placement) -> StateHost | None:
+    """Where optimizer state lives between updates; ``None`` for on its parameter's device."""
+    return getattr(placement, "host", None)
 
 
 def vector_norm(x: Tensor) -> Tensor:

@@ -41,6 +41,10 @@ class Batches(Protocol):
         """How many epochs are done before a step."""
         ...
 
+    def epochs(self, step: int) -> Mapping[str, float]:
+        """The same of each source, by name, where sources are drawn from with weights; else nothing."""
+        ...
+
 
 class Opened(NamedTuple):
     """Data that are ready to be read.
@@ -267,7 +271,8 @@ def read_value(annotation: Any, text: str | Sequence[str], name: str) -> Any:
         ValueError: if the text is no such value.
     """
     several = typing.get_origin(annotation) in (tuple, list)
-    items = [str(text)] if not several else [part for part in text.split(",") if part] if isinstance(text, str) else list(text)
+    parts: Sequence[Any] = [text] if not several else [part for part in text.split(",") if part] if isinstance(text, str) else text
+    items = [str(part) for part in parts]
     try:
         with contextlib.redirect_stderr(io.StringIO()):  # what is wrong is said below, in one line
             return tyro.cli(tyro.conf.Positional[annotation], args=items, console_outputs=False)

@@ -159,7 +159,7 @@ def score_documents(
     owner = np.repeat(np.arange(len(documents)), counts)
     waiting: list[tuple[Document, npt.NDArray[np.float64]]] = []
     for first, last in _batches(pieces.lengths, batch_tokens):
-        fetched = [pieces.fetch(index) for index in range(first, last)]
+        fetched = pieces.read(range(first, last))
         for index, (piece, logprobs) in enumerate(_scored(model, params, fetched), first):
             waiting.append((piece, logprobs))
             if index + 1 == len(owner) or owner[index + 1] != owner[index]:

@@ -14,11 +14,12 @@ import torch
 import xtf
 from xtf.collectives.planned import even
 from xtf.collectives.process_group import backend as device_backend
+from xtf.data.batches import Packing
 from xtf.data.text import TOKENIZER_FILE
 from xtf.mesh import Mesh
 from xtf.optim import Optimizer
 from xtf.run.recipe import Data, Evaluation, Files, Recipe, Schedule
-from xtf.run.training_data import DemoText, FileData
+from xtf.run.training_data import DemoText, FileData, Learn
 from xtf.step import TrainStep
 from xtf.transforms import (
     accumulate,
@@ -61,6 +62,10 @@ def standard(
     skip_bad_lines: bool = False,
     special_tokens_in_text: bool = False,
     cache: Path | None = None,
+    packing: Packing = "best_fit",
+    mix: tuple[float, ...] = (),
+    loss_weights: tuple[float, ...] = (),
+    learn: tuple[Learn, ...] = (),
     evaluate_every: int = 50,
     save_every: int = 100,
     keep: int = 2,
@@ -94,6 +99,10 @@ def standard(
         skip_bad_lines: Skip lines that cannot be read; they are counted and listed.
         special_tokens_in_text: Let texts that look like special tokens become these.
         cache: Folder where tokenised files are kept (by default in the user's cache folder).
+        packing: How documents are laid into rows; "balanced" gives rows, and so ranks, of the same cost in every step.
+        mix: How often each data file is drawn from, a weight for each; by default every document once an epoch.
+        loss_weights: What the loss weights of each data file are multiplied by.
+        learn: What is learned of the conversations of each data file.
         evaluate_every: Steps between evaluations; 0 evaluates before the first and after the last step only.
         save_every: Steps between two savings of the whole state; 0 saves only when the run is stopped.
         keep: How many saved states are kept, the newest.
@@ -122,11 +131,27 @@ def standard(
         raise ValueError("--prompt is empty: give at least one word")
     chosen: Data = (
         FileData(
-            data, tokens_of, total // length, length, seed, held_out, eval_data, template, skip_bad_lines, special_tokens_in_text, cache
+            data,
+            tokens_of,
+            total // length,
+            length,
+            seed,
+            held_out,
+            eval_data,
+            template,
+            skip_bad_lines,
+            special_tokens_in_text,
+            cache,
+            packing,
+            mix,
+            loss_weights,
+            learn,
         )
         if data
         else DemoText(total // length, length, seed)
     )
+    if not data and (mix or loss_weights or learn):
+        raise ValueError("--mix, --loss-weights and --learn are of data files: give --data")
     if not data and eval_data:
         raise ValueError("--eval-data without --data: give the files to train on too")
     if not data and built.vocab < 2048:

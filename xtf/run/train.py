@@ -220,6 +220,7 @@ class _Loop:
             "imbalance": max(costs) * len(costs) / sum(costs) if sum(costs) else 1.0,
             "epoch": self.opened.batches.epoch(index + 1),
         }
+        extra |= {f"{name}/epoch": done for name, done in self.opened.batches.epochs(index + 1).items()}
         position = position._replace(done=index + 1)
         row = dict(metrics) | extra
         if "expert_load" in row and metrics["expert_load"].numel() > _LARGE and position.done % _SELDOM:
