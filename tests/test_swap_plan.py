@@ -65,8 +65,18 @@ def test_a_budget_is_kept_and_no_more_is_swapped_than_it_needs(costs: list[Stage
 def test_bad_input(given: Any, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         plan_swaps([], **given)
-    with pytest.raises(ValueError, match=said):
-        Automatic(given.get("budget"), bandwidth=given["bandwidth"])
+
+
+@pytest.mark.parametrize("budget", [-1, "1GB", float("nan"), 1.5])
+def test_a_budget_that_is_none(budget: Any) -> None:
+    with pytest.raises(ValueError, match=r"automatic\(budget=.*\): expected a number of bytes of at least 0"):
+        automatic(budget)
+
+
+@pytest.mark.parametrize("bandwidth", [0, -1.0, "fast", float("nan")])
+def test_a_bandwidth_that_is_none(bandwidth: Any) -> None:
+    with pytest.raises(ValueError, match=r"automatic\(bandwidth=.*\): expected bytes per second"):
+        automatic(bandwidth=bandwidth)
 
 
 # In a step ----------------------------------------------------------------------------------------------------------------------

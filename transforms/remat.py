@@ -30,7 +30,7 @@ def remat(policy: Policy | Callable[[Stage], Policy]) -> Callable[[TrainStep], T
     token goes to is never decided twice.
 
     Args:
-        policy: one for all stages, or a function of the stage. Names are those that models give (`xtf.joint.keep`): ``"qkv"`` and
+        policy: one for all stages, or a function of the stage. Names are those that models give (`xtf.keep`): ``"qkv"`` and
             ``"attention"`` in attention, ``"gate_up"``, ``"shared_gate_up"`` and ``"expert_gate_up"`` in MLPs and experts. A budget is
             spent by torch's min-cut partitioner, which computes again first what is cheap (``activation_memory_budget``).
 
@@ -43,10 +43,19 @@ def remat(policy: Policy | Callable[[Stage], Policy]) -> Callable[[TrainStep], T
         >>> step = remat(["attention", "qkv"])(step)
         >>> remat(["scores"])(xtf.train_step(xtf.models.preset("tiny-moe"), xtf.optim.adamw(lr=1e-3))).program
         Traceback (most recent call last):
-        ValueError: remat: no stage names 'scores'; the program names attention, expert_gate_up, qkv
+        ValueError: remat: no stage names 'scores'; the program names attention, expert_gate_up, qkv. A stage of your own says ...
     """
     if not callable(policy):
         _check(policy)
+
+    def own_policy(stage: Stage) -> Policy:
+        if not callable(policy):
+            return policy
+        try:
+            return _check(policy(stage))
+        except Exception as error:
+            error.add_note(f"when remat asked its policy about the stage {stage.name}: it is called as policy(stage)")
+            raise
 
     def transform(step: TrainStep) -> TrainStep:
         if any(name.startswith("remat") for name in step.stack):
@@ -58,7 +67,7 @@ def remat(policy: Policy | Callable[[Stage], Policy]) -> Callable[[TrainStep], T
                 _check_names(policy, names)
 
             def with_policy(stage: Stage) -> Stage:
-                own = _check(policy(stage)) if callable(policy) else policy
+                own = own_policy(stage)
                 _check_names(own, names)
                 return dataclasses.replace(stage, rule=_with_base(stage.rule, _rule(own, stage)))
 
@@ -87,7 +96,10 @@ def _check(policy: Any) -> Policy:
 def _check_names(policy: Policy, names: Sequence[str]) -> None:
     for name in () if isinstance(policy, str | int | float) else policy:
         if name not in names:
-            raise ValueError(f"remat: no stage names {name!r}; the program names {', '.join(names) or 'nothing'}")
+            raise ValueError(
+                f"remat: no stage names {name!r}; the program names {', '.join(names) or 'nothing'}. A stage of your own says what its "
+                "function names with xtf.keep in Stage(named=...)"
+            )
 
 
 def _said(policy: object) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from xtf import tree
-from xtf.host import Away, HostMemory
+from xtf.host import Away, HostMemory, check_host
 from xtf.stage import Stage, Transfer
 from xtf.step import TrainStep
 from xtf.swap_plan import DEFAULT_BYTES, Automatic
@@ -68,6 +68,7 @@ def swap_activations(policy: Policy = large, *, host: HostMemory | None = None) 
     """
     if not callable(policy):
         raise ValueError(f"swap_activations(policy={policy!r}): expected a function (stage, bytes) -> bool")
+    check_host("swap_activations", host)
 
     def transform(step: TrainStep) -> TrainStep:
         if any(name.startswith("swap_activations") for name in step.stack):
@@ -104,7 +105,14 @@ def _store(pool: HostMemory, policy: Policy, stage: Stage) -> Transfer:
     def wanted(tensor: Tensor) -> bool:
         if tensor.is_meta and isinstance(policy, Automatic):
             return policy.planned(tensor.nbytes)
-        return policy(stage, tensor.nbytes)
+        try:
+            chosen = policy(stage, tensor.nbytes)
+        except TypeError as error:
+            error.add_note(f"when swap_activations asked its policy about {stage.name}: it is called as policy(stage, bytes)")
+            raise
+        if not isinstance(chosen, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ValueError(f"swap_activations: the policy said {chosen!r} of {stage.name}; expected True or False")
+        return chosen
 
     def start(residual: Any) -> Any:
         seen: dict[int, Any] = {}  # a residual may hold one tensor twice

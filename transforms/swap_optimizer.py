@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from xtf.host import HostMemory
+from xtf.host import HostMemory, check_host
 from xtf.optim import Optimizer
 from xtf.optim.placement import UNPLACED, Placement
 from xtf.step import TrainStep
@@ -38,6 +38,8 @@ def swap_optimizer(*, host: HostMemory | None = None) -> Callable[[TrainStep], T
         >>> host.held == 2 * 4 * model.param_count()[0]  # two moments in float32
         True
     """
+
+    check_host("swap_optimizer", host)
 
     def transform(step: TrainStep) -> TrainStep:
         if "swap_optimizer()" in step.stack:

@@ -22,6 +22,17 @@ _WITHOUT_STREAMS = ("cpu", "meta")
 _ROOM = 1.25  # a free buffer serves a tensor if it is at most this much larger
 
 
+def is_bytes(value: object) -> bool:
+    """Whether a value is a number of bytes: an integer, or a float without a fraction, of at least 0."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and value >= 0 and value == value // 1
+
+
+def check_host(what: str, host: object) -> None:
+    """Refuse what is no `HostMemory`, and not ``None``."""
+    if host is not None and not isinstance(host, HostMemory):
+        raise ValueError(f"{what}(host={host!r}): expected a xtf.host.HostMemory, as HostMemory(limit=64 * 2**30), or None")
+
+
 @dataclass
 class Buffer:
     """Bytes on the host, and when the last copy out of or into them is done."""
@@ -72,8 +83,8 @@ class HostMemory:
     """
 
     def __init__(self, limit: int | None = None) -> None:
-        if limit is not None and limit < 0:
-            raise ValueError(f"HostMemory(limit={limit}): expected a number of bytes of at least 0, or None for no limit")
+        if limit is not None and not is_bytes(limit):
+            raise ValueError(f"HostMemory(limit={limit!r}): expected a number of bytes of at least 0, or None for no limit")
         self.limit, self.held, self.out, self.back = limit, 0, 0, 0
         self._planned: HostMemory | None = None  # for tensors without values
         self._free: list[Buffer] = []

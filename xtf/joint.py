@@ -33,11 +33,18 @@ def keep(name: str, x: Tensor) -> Tensor:
 
     A stage says in `xtf.stage.Stage.named` which names its function uses. Several values may have one name.
 
+    A value that the stage writes is kept by the stage behind it anyway, if that needs it.
+
+    Raises:
+        ValueError: for a name that is none, or what is no tensor.
+
     Example:
         >>> x = torch.ones(2)
         >>> keep("attention", x) is x
         True
     """
+    if not isinstance(name, str) or not name or not isinstance(x, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ValueError(f"keep({name!r}, a {type(x).__name__}): expected a name, and a tensor")
     if torch.compiler.is_compiling() or get_proxy_mode() is None:
         return x
     return _Keep.apply(x.view_as(x), name)  # a view: see xtf.ops.cpu

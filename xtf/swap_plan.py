@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from xtf.host import is_bytes
 from xtf.stage import Stage
 
 DEFAULT_BYTES = 1 << 16
@@ -115,7 +116,10 @@ class Automatic:
     def __init__(
         self, budget: int | None = None, *, bandwidth: float | None = None, least: int = DEFAULT_BYTES, device: torch.device | None = None
     ) -> None:
-        plan_swaps((), bandwidth=1.0 if bandwidth is None else bandwidth, budget=budget)
+        if budget is not None and not is_bytes(budget):
+            raise ValueError(f"automatic(budget={budget!r}): expected a number of bytes of at least 0, or None for no limit")
+        if bandwidth is not None and not (isinstance(bandwidth, int | float) and 0 < bandwidth < math.inf):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ValueError(f"automatic(bandwidth={bandwidth!r}): expected bytes per second, more than 0, or None to measure them")
         self.budget, self.bandwidth, self.least = budget, bandwidth, least
         self.device = device if device is not None else torch.device("cpu")
         self.costs: list[StageCost] = []

@@ -235,8 +235,21 @@ def test_a_policy_that_is_none(policy: Any) -> None:
 
 def test_an_unknown_name() -> None:
     step = remat(["attention", "scores"])(plain("llama"))
-    with pytest.raises(ValueError, match="remat: no stage names 'scores'; the program names attention, gate_up, qkv"):
+    with pytest.raises(ValueError, match=r"remat: no stage names 'scores'; the program names attention, gate_up, qkv. A stage of your own"):
         _ = step.program
+
+
+@pytest.mark.parametrize(("name", "x"), [("", torch.ones(1)), (None, torch.ones(1)), ("a", 3), ("a", None)])
+def test_what_cannot_be_named(name: Any, x: Any) -> None:
+    with pytest.raises(ValueError, match=r"expected a name, and a tensor"):
+        xtf.keep(name, x)
+
+
+def test_a_function_of_the_stage_that_fails() -> None:
+    step = remat(lambda: "nothing")(plain("llama"))  # pyright: ignore[reportArgumentType]
+    with pytest.raises(TypeError) as caught:
+        _ = step.program
+    assert "called as policy(stage)" in caught.value.__notes__[0]
 
 
 def test_twice() -> None:

@@ -209,8 +209,17 @@ def test_simulated_ranks_share_a_pool() -> None:
 def test_bad_arguments() -> None:
     with pytest.raises(ValueError, match=r"policy='mlp'\): expected a function"):
         swap_activations("mlp")  # pyright: ignore[reportArgumentType]
-    with pytest.raises(ValueError, match=r"limit=-1\): expected a number of bytes"):
-        HostMemory(-1)
+    with pytest.raises(ValueError, match=r"swap_activations\(host=5\): expected a xtf.host.HostMemory"):
+        swap_activations(host=5)  # pyright: ignore[reportArgumentType]
+    for limit in (-1, "1GB", float("nan"), True):
+        with pytest.raises(ValueError, match=r"limit=.*\): expected a number of bytes"):
+            HostMemory(limit)  # pyright: ignore[reportArgumentType]
+    plain, batch = train_step(laws.model("llama"), testing.default_optimizer()), testing.random_batch(61)
+    for policy, kind, said in ((lambda stage: True, TypeError, "policy(stage, bytes)"), (lambda stage, bytes: "x", ValueError, "said 'x'")):
+        wrong = swap_activations(policy)(plain)  # pyright: ignore[reportArgumentType]
+        with pytest.raises(kind) as caught:
+            wrong.value_and_grad(wrong.init(0).params, batch)
+        assert said in "".join([str(caught.value), *getattr(caught.value, "__notes__", ())])
     step = train_step(laws.model("llama"), testing.default_optimizer())
     with pytest.raises(ValueError, match="applied twice"):
         compose(swap_activations(), swap_activations())(step)

@@ -121,6 +121,11 @@ def test_saved_and_resumed(tmp_path: Path) -> None:
             assert torch.equal(a, b)
 
 
+def test_a_host_that_is_none() -> None:
+    with pytest.raises(ValueError, match=r"swap_optimizer\(host=5\): expected a xtf.host.HostMemory"):
+        swap_optimizer(host=5)  # pyright: ignore[reportArgumentType]
+
+
 def test_twice() -> None:
     with pytest.raises(ValueError, match="swap_optimizer is applied twice"):
         swap_optimizer()(swap_optimizer()(train_step(laws.model("llama"), optim.adamw(lr=1e-2))))

@@ -308,11 +308,15 @@ def _swap_optimizer(mesh: Mesh, value: str) -> Transform:
 def _remat(mesh: Mesh, value: str) -> Transform:
     if value in ("", "everything", "nothing"):
         return remat(value or "everything")
+    names = [name.strip() for name in value.split("+")]
     try:
-        budget = float(value)
+        policy: float | list[str] = float(value)
     except ValueError:
-        return remat(value.split("+"))
-    return remat(budget)
+        policy = names
+    if "" in names or (isinstance(policy, float) and not 0 <= policy <= 1):
+        said = "everything, nothing, a budget from 0 to 1, or names joined by +, as remat=attention+qkv"
+        raise ValueError(f"remat={value}: expected {said}")
+    return remat(policy)
 
 
 def _expert_parallel(mesh: Mesh, value: str) -> Transform:
