@@ -86,6 +86,11 @@ def test_the_fewest_micro_batches_that_fit(capsys: pytest.CaptureFixture[str]) -
     assert peak(number) <= budget < peak(number - 1)
 
 
+def test_rows_that_do_not_divide_are_said(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["train", "--backend", "eager", "--fit", "--budget", "60MB", "--print"]) == 0
+    assert "fit: 3 × at most 384 tokens for each update" in capsys.readouterr().err
+
+
 def test_a_run_that_goes_on_keeps_its_micro_batches(capsys: pytest.CaptureFixture[str]) -> None:
     rest = ["--seq", "32", "--tokens-per-step", "512", "--backend", "eager", "--evaluate-every", "0", "--sample", "1"]
     assert cli.main(["train", *rest, "--steps", "4", "--fit", "--budget", "54MB", "--out", "a"]) == 0
@@ -109,6 +114,7 @@ def test_a_run_that_goes_on_keeps_its_micro_batches(capsys: pytest.CaptureFixtur
         (["train", "--budget", "1GB"], "--budget 1GB is for --fit"),
         (["train", "--fit", "--budget", "much"], "'much' is no size: expected a number of bytes with a unit"),
         (["train", "--fit", "--budget", "1MB"], "--fit: a micro-batch of 128 tokens does not fit 1.0 MB: the step takes"),
+        (["train", "--fit", "--transforms", "chunk_loss, accumulate=2"], "--fit chooses accumulate, but --transforms has accumulate=2"),
         (["memory", "--out", "a.jpg"], "expected a file name that ends in .png"),
         (["memory", "--mesh", "data"], "expected different axes with sizes"),
         (["memory", "--set", "a=1"], "--set a=1 is for a recipe file"),

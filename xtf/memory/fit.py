@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from xtf.memory.rehearsal import rehearse
+import math
+
+from xtf.memory.rehearsal import MOST_MICRO_BATCHES, MOST_TOKENS, check_step, check_whole, rehearse
 from xtf.memory.timeline import Timeline
 from xtf.step import TrainStep
 
 MOST = 1 << 22
-"""Tokens of a micro-batch that are tried at most: a rehearsal makes its positions and tables."""
+"""Tokens of a micro-batch that are tried at most, unless more are asked for: a rehearsal makes its positions and tables."""
 
 
 def fit_tokens(step: TrainStep, bytes: int, *, multiple: int = 64, micro_batches: int = 1, most: int = MOST) -> int:
@@ -27,8 +29,8 @@ def fit_tokens(step: TrainStep, bytes: int, *, multiple: int = 64, micro_batches
         Tokens; the largest multiple up to ``most`` where that fits.
 
     Raises:
-        ValueError: for an argument below 1, ``most`` below ``multiple``, or if ``multiple`` tokens do not fit: it says what takes
-            how much.
+        ValueError: for what is no step, an argument that is no number of at least 1 (whole, but for ``bytes``), ``most`` below
+            ``multiple``, or if ``multiple`` tokens do not fit: it says what takes how much.
 
     Example:
         >>> import xtf
@@ -38,9 +40,12 @@ def fit_tokens(step: TrainStep, bytes: int, *, multiple: int = 64, micro_batches
         >>> rehearse(step, tokens).peak.peak <= 200 * 10**6 < rehearse(step, tokens + 64).peak.peak
         True
     """
-    for name, value in {"bytes": bytes, "multiple": multiple, "micro_batches": micro_batches}.items():
-        if value < 1:
-            raise ValueError(f"fit_tokens: {name} is {value}, expected at least 1")
+    check_step("fit_tokens", step)
+    if not _is_size(bytes):
+        raise ValueError(f"fit_tokens: bytes is {bytes!r}, expected a number of at least 1, as 20 * 10**9 for 20 GB")
+    check_whole("fit_tokens: multiple", multiple, MOST_TOKENS, "the answer is a multiple of it, as of the length of a row")
+    check_whole("fit_tokens: micro_batches", micro_batches, MOST_MICRO_BATCHES, "it is how many this rank makes of its batch")
+    check_whole("fit_tokens: most", most, MOST_TOKENS, "the answer is never more")
     if most < multiple:
         raise ValueError(f"fit_tokens: most is {most}, expected at least one multiple of {multiple}")
     known: dict[int, int] = {}
@@ -66,6 +71,10 @@ def fit_tokens(step: TrainStep, bytes: int, *, multiple: int = 64, micro_batches
             if low < count < high:
                 low, high = (count, high) if peak(count) <= bytes else (low, count)
     return low * multiple
+
+
+def _is_size(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 1 <= value < math.inf
 
 
 def _guess(first: int, at_first: int, second: int, at_second: int, bytes: int) -> int:

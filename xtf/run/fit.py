@@ -37,7 +37,7 @@ def rows_of_rank(recipe: Recipe) -> int:
 def fitted(launch: Launch, recipe: Recipe, budget: str | None) -> Launch:
     """A launch of the built-in recipe whose steps are cut into as few micro-batches as fit.
 
-    A rank's rows of a step stay what they are, and so do the tokens of an update: ``transforms`` gets another ``accumulate``.
+    A rank's rows of a step stay what they are, and so do the tokens of an update: ``transforms`` gets an ``accumulate``.
 
     Args:
         launch: of the built-in recipe.
@@ -46,8 +46,13 @@ def fitted(launch: Launch, recipe: Recipe, budget: str | None) -> Launch:
             counts.
 
     Raises:
-        ValueError: if not even a micro-batch of one row fits; it says what takes how much.
+        ValueError: if not even a micro-batch of one row fits; it says what takes how much. If ``transforms`` has an ``accumulate``.
     """
+    given = launch.settings["transforms"]
+    names = [name.strip() for name in (default_transforms(recipe.mesh) if given is None else given).split(",") if name.strip()]
+    for name in names:
+        if name.partition("=")[0].strip() == "accumulate":
+            raise ValueError(f"--fit chooses accumulate, but --transforms has {name}: leave out one of them")
     step, rows, seq = recipe.step, rows_of_rank(recipe), recipe.data.seq
     room = free_bytes(step.device) if budget is None else parse_bytes(budget)
     bare = dataclasses.replace(step, split=_as_it_is)
@@ -71,10 +76,7 @@ def fitted(launch: Launch, recipe: Recipe, budget: str | None) -> Launch:
         middle = (low + high) // 2
         low, high = (low, middle) if needs(middle)[1] <= room else (middle, high)
     number = agree(recipe.mesh, high)
-    given = launch.settings["transforms"]
-    names = (default_transforms(recipe.mesh) if given is None else given).split(",")
-    rest = [name.strip() for name in names if name.strip() and name.strip().partition("=")[0] != "accumulate"]
-    chosen = ",".join([*rest, f"accumulate={number}"] if number > 1 else rest)
+    chosen = ",".join([*names, f"accumulate={number}"] if number > 1 else names)
     return dataclasses.replace(launch, settings={**launch.settings, "transforms": chosen})
 
 
