@@ -25,7 +25,7 @@ from xtf.mesh import Mesh, plan_mesh, simulate
 from xtf.models import from_hf, preset
 from xtf.record import Event
 from xtf.step import TrainStep
-from xtf.transforms import accumulate, chunk_loss, expert_parallel, precision, shard, swap_activations
+from xtf.transforms import accumulate, chunk_loss, expert_parallel, precision, shard, swap_activations, swap_optimizer
 
 SEQ = 256
 MOE = preset("tiny-moe")
@@ -258,8 +258,11 @@ def test_few_rehearsals_find_it(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_does_not_fit_says_why() -> None:
     step = built(xtf.compose(), model=llama(2))
-    with pytest.raises(ValueError, match=r"a micro-batch of 64 tokens does not fit 0.1 MB: .*optimizer.* MB, .*parameters"):
+    with pytest.raises(ValueError, match=r"64 tokens does not fit 100\.0 kB: .*optimizer .* MB, .*order: swap_optimizer, .*, donate, take"):
         fit_tokens(step, 100_000)
+    with pytest.raises(ValueError, match="does not fit 2 bytes: ") as error:
+        fit_tokens(built(swap_optimizer(), donate=True, model=llama(2)), 2)
+    assert "donate" not in str(error.value) and "swap_optimizer" not in str(error.value)
     for wrong in ({"bytes": 0}, {"bytes": 1, "multiple": 0}, {"bytes": 1, "micro_batches": 0}, {"bytes": 1, "most": 1}):
         with pytest.raises(ValueError, match="fit_tokens: "):
             fit_tokens(step, **wrong)

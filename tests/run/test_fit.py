@@ -112,10 +112,14 @@ def test_a_run_that_goes_on_keeps_its_micro_batches(capsys: pytest.CaptureFixtur
     ("args", "message"),
     [
         (["train", "--budget", "1GB"], "--budget 1GB is for --fit"),
-        (["train", "--fit", "--budget", "much"], "'much' is no size: expected a number of bytes with a unit"),
+        (["train", "--fit", "--budget", "much"], "'much' is no size: expected a number with a unit"),
         (["train", "--fit", "--budget", "1MB"], "--fit: a micro-batch of 128 tokens does not fit 1.0 MB: the step takes"),
         (["train", "--fit", "--transforms", "chunk_loss, accumulate=2"], "--fit chooses accumulate, but --transforms has accumulate=2"),
         (["memory", "--out", "a.jpg"], "expected a file name that ends in .png"),
+        (["train", "--fit", "--budget", "2"], "'2' is no size: expected a number with a unit, as 20GB"),
+        (["memory", "--mesh", "foo"], "xtf: --mesh foo: expected different axes with sizes"),
+        (["memory", "--mesh", "data=1000000"], "xtf: --mesh data=1000000: {'data': 1000000} are 1,000,000 ranks, expected 16,384 at most"),
+        (["memory", "--mesh", "rank=2"], "--mesh rank=2: an axis of ranks that are not there cannot have the name rank"),
         (["memory", "--mesh", "data"], "expected different axes with sizes"),
         (["memory", "--set", "a=1"], "--set a=1 is for a recipe file"),
     ],
@@ -126,10 +130,20 @@ def test_wrong_input_is_refused(args: list[str], message: str, capsys: pytest.Ca
     assert not list(Path().iterdir())
 
 
+def test_ranks_without_rows_are_said(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--transforms", "shard,chunk_loss", "--seq", "16", "--backend", "eager"]
+    assert cli.main(["memory", "--mesh", "data=6", *flags, "--json", "-"]) == 0
+    shown = capsys.readouterr()
+    assert json.loads(shown.out)["tokens"] == 32
+    assert "8 rows of 16 for 6 ranks: as in xtf train, each takes 2, filled up with padding (192 tokens together" in shown.err
+    assert cli.main(["memory", "--mesh", "data=4", *flags]) == 0
+    assert not capsys.readouterr().err
+
+
 def test_sizes() -> None:
     assert free_bytes(torch.device("cpu")) > 0
     assert parse_bytes("2tib") == 2**41
-    for wrong in ("", "GB", "-1GB", "1 XB", "0"):
+    for wrong in ("", "GB", "-1GB", "1 XB", "0", "2", "0GB", "9" * 400 + "GB"):
         with pytest.raises(ValueError, match="is no size"):
             parse_bytes(wrong)
     assert [unit_of(10**p)[1] for p in (3, 6, 9)] == ["kB", "MB", "GB"]

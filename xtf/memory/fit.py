@@ -58,7 +58,7 @@ def fit_tokens(step: TrainStep, bytes: int, *, multiple: int = 64, micro_batches
 
     if peak(1) > bytes:
         line = rehearse(step, multiple, micro_batches=micro_batches)
-        raise ValueError(too_small(line, bytes, peak(1)))
+        raise ValueError(too_small(step, line, bytes, peak(1)))
     low, high, end = 1, 2, most // multiple
     while high <= end and peak(high) <= bytes:  # grow along the line through the last two
         low, high = high, min(max(_guess(low, peak(low), high, peak(high), bytes) + 1, high + 1), 16 * high, max(end, high + 1))
@@ -83,11 +83,37 @@ def _guess(first: int, at_first: int, second: int, at_second: int, bytes: int) -
     return int(first + (bytes - at_first) / slope) if slope > 0 else (first + second) // 2
 
 
-def too_small(line: Timeline, bytes: int, peak: int) -> str:
-    """What a micro-batch takes that does not fit, the largest first."""
-    parts = sorted(line.peak.most.items(), key=lambda item: -item[1])
-    said = ", ".join(f"{kind} {size / 1e6:,.1f} MB" for kind, size in parts if size)
+_REMEDIES = {
+    "optimizer": "swap_optimizer",
+    "activations": "swap_activations",
+    "logits": "chunk_loss",
+    "parameters": "shard over more ranks",
+    "gradients": "shard over more ranks",
+}
+"""What makes a kind smaller."""
+
+
+def too_small(step: TrainStep, line: Timeline, bytes: int, peak: int) -> str:
+    """What a micro-batch takes that does not fit, the largest first, and what the step does not do yet against that."""
+    parts = [(kind, size) for kind, size in sorted(line.peak.most.items(), key=lambda item: -item[1]) if size]
+    said = ", ".join(f"{kind} {size_text(size)}" for kind, size in parts)
+    done = {name.partition("(")[0] for name in step.stack}
+    advice = dict.fromkeys(_REMEDIES[kind] for kind, size in parts if kind in _REMEDIES and size >= 0.05 * line.peak.peak)
+    advice = [*(name for name in advice if name not in done), *(() if step.compilation.donate else ("donate",)), "take fewer tokens"]
     return (
-        f"a micro-batch of {line.tokens} tokens does not fit {bytes / 1e6:,.1f} MB: the step takes {peak / 1e6:,.1f} MB at its peak "
-        f"({line.peak}): {said}. Shard over more ranks, donate, swap_activations, chunk_loss, or take fewer tokens"
+        f"a micro-batch of {line.tokens:,} tokens does not fit {size_text(bytes)}: the step takes {size_text(peak)} at its peak "
+        f"({line.peak}): {said}. Try, in this order: {', '.join(advice)}"
     )
+
+
+def size_text(bytes: float) -> str:
+    """A size in its unit.
+
+    Example:
+        >>> size_text(2 * 10**9), size_text(61_440_000), size_text(500)
+        ('2.0 GB', '61.4 MB', '500 bytes')
+    """
+    for scale, unit in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if bytes >= scale:
+            return f"{bytes / scale:,.1f} {unit}"
+    return f"{bytes:g} bytes"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 
 import torch
@@ -17,7 +18,7 @@ from xtf.run.recipe import Recipe
 from xtf.run.standard import default_transforms
 
 _MARGIN = 0.9  # of what is free: kernels and the allocator take what no count sees
-_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
 
 def micro_batches_of(recipe: Recipe) -> tuple[int, int]:
@@ -42,7 +43,7 @@ def fitted(launch: Launch, recipe: Recipe, budget: str | None) -> Launch:
     Args:
         launch: of the built-in recipe.
         recipe: what it makes.
-        budget: bytes as a text (`parse_bytes`); ``None`` for nine tenths of what this rank's device has free. The least of the ranks'
+        budget: a size as a text (`parse_bytes`); ``None`` for nine tenths of what this rank's device has free. The least of the ranks'
             counts.
 
     Raises:
@@ -70,7 +71,7 @@ def fitted(launch: Launch, recipe: Recipe, budget: str | None) -> Launch:
     while needs(high)[1] > room:
         if high == rows:
             line, peak = needs(rows)
-            raise ValueError(f"--fit: {too_small(line, room, peak)}")
+            raise ValueError(f"--fit: {too_small(step, line, room, peak)}")
         low, high = high, min(2 * high, rows)
     while high - low > 1:
         middle = (low + high) // 2
@@ -97,17 +98,17 @@ def free_bytes(device: torch.device) -> int:
 
 
 def parse_bytes(text: str) -> int:
-    """A size as people write it.
+    """A size as people write it, with its unit: a bare number would be one of bytes, which nobody means.
 
     Raises:
         ValueError: for what is none.
 
     Example:
-        >>> parse_bytes("1.5GB"), parse_bytes("80 GiB"), parse_bytes("1000")
+        >>> parse_bytes("1.5GB"), parse_bytes("80 GiB"), parse_bytes("1000 B")
         (1500000000, 85899345920, 1000)
     """
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
-    size = round(float(found[1]) * _UNITS[found[2].upper()]) if found and found[2].upper() in _UNITS else 0
-    if size < 1:
-        raise ValueError(f"{text!r} is no size: expected a number of bytes with a unit, as 20GB, 80GiB or 500MB")
-    return size
+    size = float(found[1]) * _UNITS.get(found[2].upper(), 0) if found else 0
+    if not 1 <= size < math.inf:
+        raise ValueError(f"{text!r} is no size: expected a number with a unit, as 20GB, 80GiB or 500MB")
+    return round(size)
