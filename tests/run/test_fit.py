@@ -12,12 +12,13 @@ import torch
 import xtf
 from xtf import cli
 from xtf.cli.memory import timeline_of
-from xtf.memory import KINDS, rehearse
+from xtf.memory import KINDS, Timeline, rehearse
 from xtf.run import standard
 from xtf.run.fit import free_bytes, micro_batches_of, parse_bytes
 from xtf.run.memory_picture import draw_memory, unit_of
 from xtf.run.metrics import read_metrics
 from xtf.run.standard import parse_mesh
+from xtf.transforms import swap_activations
 
 PNG = b"\x89PNG\r\n\x1a\n"
 SMALL = ["--seq", "32", "--tokens-per-step", "256", "--backend", "eager"]
@@ -156,6 +157,17 @@ def test_pictures_of_any_depth(micro_batches: int, tmp_path: Path) -> None:
     assert path.read_bytes().startswith(PNG)
     with pytest.raises(ValueError, match=r"ends in \.png"):
         draw_memory(rehearse(step, 64), tmp_path / "m.svg")
+
+
+def test_the_host_is_a_note_beside_the_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    figures: list[Any] = []
+    monkeypatch.setattr("xtf.run.memory_picture.write_png", lambda figure, path: figures.append(figure))  # pyright: ignore
+    line = rehearse(swap_activations()(xtf.train_step(xtf.models.preset("tiny-moe"), xtf.optim.adamw(lr=1e-3))), 64)
+    line = Timeline(tuple(m._replace(host=10**11) for m in line.moments), line.tokens)
+    draw_memory(line, tmp_path / "m.png")
+    (axes,) = figures[0].axes
+    assert axes.get_ylim() == (0, pytest.approx(1.16 * line.peak.peak / 10**6))  # the device's peak alone sets it
+    assert "host memory, up to 100,000 MB" in [text.get_text() for text in figures[0].legends[0].get_texts()]
 
 
 def test_a_cpu_counts() -> None:

@@ -27,7 +27,7 @@ SHADES: Mapping[str, str] = {
 """Of the kinds, from the bottom up: what stays is cold, what comes and goes is warm."""
 
 _THIN: Mapping[str, str] = {"communication": "#3f8a6e", "logits": "#7d4f9c", "workspace": "#b8890b"}
-"""Outlines of the kinds that come and go within a stage."""
+"""Outlines of the kinds that come and go within a stage: of many stages each is narrower than a pixel."""
 
 _BETWEEN = 0.1  # width of what lies between two stages that run, which are 1 wide
 _OUTLINED = 400  # moments, at most
@@ -66,12 +66,13 @@ def draw_memory(line: Timeline, path: str | Path, *, title: str = "", scale: Any
     axes: Any = figure.subplots()
     x, rows = _steps(stretches, divisor)
     shown = [kind for kind in KINDS if rows[kind].max() > 0]
-    areas = axes.stackplot(x, [rows[kind] for kind in shown], colors=[SHADES[kind] for kind in shown], linewidth=0)
-    for kind, area in zip(shown, areas, strict=True):
-        if kind in _THIN:  # what one stage makes and drops is narrower than a pixel where there are many
-            area.set(edgecolor=_THIN[kind], linewidth=0.8)
+    top_of = np.zeros_like(x)
+    for kind in shown:
+        below, top_of = top_of, top_of + rows[kind]
+        edge: dict[str, Any] = {"edgecolor": _THIN[kind], "linewidth": 0.8} if kind in _THIN else {"linewidth": 0}
+        axes.fill_between(x, below, top_of, where=rows[kind] > 0, facecolor=SHADES[kind], **edge)
     if len(stretches) <= _OUTLINED:  # of many stages, a line around each would cover their colours
-        axes.plot(x, sum(rows[kind] for kind in shown), color=INK, linewidth=0.5)
+        axes.plot(x, top_of, color=INK, linewidth=0.5)
     top = line.peak.peak / divisor
     _frame(axes, x, top)
     _mark_peak(axes, line, stretches, top, unit)
@@ -179,8 +180,8 @@ def _legend(figure: Any, axes: Any, line: Timeline, shown: Sequence[str], diviso
     from matplotlib.patches import Patch  # as all of matplotlib, when something is drawn
 
     handles: list[Any] = [Patch(color=SHADES[k], label=f"{k}  {_number(line.peak.most[k] / divisor)}") for k in reversed(shown)]
-    if line.most[HOST]:
-        handles.append(Patch(alpha=0, label=f"host memory, up to {_number(line.most[HOST] / divisor)}"))  # no part of the device's axis
+    if line.most[HOST]:  # no part of the device's axis
+        handles.append(Patch(alpha=0, label=f"host memory, up to {_number(line.most[HOST] / divisor)} {unit}"))
     legend = figure.legend(
         handles=handles, loc="outside right center", frameon=False, fontsize=9.5, labelcolor=INK, title=f"at the peak, {unit}",
         title_fontsize=9.5, alignment="left", handlelength=1.2, labelspacing=0.7,
