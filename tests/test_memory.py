@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
@@ -24,7 +25,7 @@ from xtf.mesh import Mesh, plan_mesh, simulate
 from xtf.models import from_hf, preset
 from xtf.record import Event
 from xtf.step import TrainStep
-from xtf.transforms import accumulate, chunk_loss, expert_parallel, precision, shard, swap_activations
+from xtf.transforms import accumulate, chunk_loss, expert_parallel, precision, shard, swap_activations, swap_optimizer
 
 SEQ = 256
 MOE = preset("tiny-moe")
@@ -257,8 +258,11 @@ def test_few_rehearsals_find_it(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_does_not_fit_says_why() -> None:
     step = built(xtf.compose(), model=llama(2))
-    with pytest.raises(ValueError, match=r"a micro-batch of 64 tokens does not fit 0.1 MB: .*optimizer.* MB, .*parameters"):
+    with pytest.raises(ValueError, match=r"64 tokens does not fit 100\.0 kB: .*optimizer .* MB, .*order: swap_optimizer, .*, donate, take"):
         fit_tokens(step, 100_000)
+    with pytest.raises(ValueError, match="does not fit 2 bytes: ") as error:
+        fit_tokens(built(swap_optimizer(), donate=True, model=llama(2)), 2)
+    assert "donate" not in str(error.value) and "swap_optimizer" not in str(error.value)
     for wrong in ({"bytes": 0}, {"bytes": 1, "multiple": 0}, {"bytes": 1, "micro_batches": 0}, {"bytes": 1, "most": 1}):
         with pytest.raises(ValueError, match="fit_tokens: "):
             fit_tokens(step, **wrong)
@@ -310,6 +314,42 @@ def test_bad_questions() -> None:
 
     with pytest.raises(ValueError, match="cannot be rehearsed"):
         rehearse(built(expert_parallel(plan_mesh(expert=2)["expert"], dispatcher=nosy)), SEQ)
+
+
+@pytest.mark.parametrize(
+    ("ask", "message"),
+    [
+        (lambda: rehearse(built(xtf.compose()), 1.5), r"tokens is 1\.5, expected a whole number from 1 to"),  # pyright: ignore
+        (lambda: rehearse(built(xtf.compose()), "x"), "tokens is 'x', expected a whole"),  # pyright: ignore
+        (lambda: rehearse(built(xtf.compose()), None), "tokens is None, expected a whole"),  # pyright: ignore
+        (lambda: rehearse(built(xtf.compose()), math.nan), "tokens is nan, expected a whole"),  # pyright: ignore
+        (lambda: rehearse(built(xtf.compose()), 10**12), "tokens is 1000000000000, expected a whole number from 1 to 67,108,864"),
+        (lambda: rehearse(built(xtf.compose()), 8, micro_batches=10**12), "micro_batches is 1000000000000"),
+        (lambda: rehearse(MOE, 8), r"rehearse takes a step, got .*: make one by xtf\.train_step"),  # pyright: ignore
+        (lambda: fit_tokens(MOE, 8), r"fit_tokens takes a step, got .*: make one by xtf\.train_step"),  # pyright: ignore
+        (lambda: fit_tokens(built(xtf.compose()), "2GB"), "bytes is '2GB', expected a number of at least 1"),  # pyright: ignore
+        (lambda: fit_tokens(built(xtf.compose()), None), "bytes is None, expected"),  # pyright: ignore
+        (lambda: fit_tokens(built(xtf.compose()), math.inf), "bytes is inf, expected"),  # pyright: ignore
+        (lambda: fit_tokens(built(xtf.compose()), math.nan), "bytes is nan, expected"),  # pyright: ignore
+        (lambda: fit_tokens(built(xtf.compose()), 10**9, multiple=1.5), r"multiple is 1\.5, expected a whole"),  # pyright: ignore
+        (lambda: plan_mesh(data="2"), "'data' must be 1 or more, got '2': give a whole number"),  # pyright: ignore
+        (lambda: plan_mesh(data=1.5), r"'data' must be 1 or more, got 1\.5"),  # pyright: ignore
+        (lambda: plan_mesh(data=2, rank="a"), "rank must be 0 to 1, got 'a'"),  # pyright: ignore
+        (lambda: plan_mesh(expert=4, routing=5), "routing is 5, expected"),  # pyright: ignore
+        (lambda: plan_mesh(expert=4, routing="even"), "routing is 'even', expected"),  # pyright: ignore
+        (lambda: plan_mesh(data=1_000_000), "1,000,000 ranks, expected 16,384 at most"),
+        (lambda: xtf.simulate(lambda m: m, data="a"), "'data' must be 1 or more, got 'a'"),  # pyright: ignore
+        (lambda: xtf.simulate(lambda m: m, data=1.5), r"'data' must be 1 or more, got 1\.5"),  # pyright: ignore
+        (lambda: xtf.mesh(data=1.5), r"'data' must be 1 or more, .* got 1\.5"),  # pyright: ignore
+        (lambda: uneven(["a"]), r"uneven\(\['a'\]\): expected a positive weight"),  # pyright: ignore
+        (lambda: uneven(None), r"uneven\(None\): expected a positive weight"),  # pyright: ignore
+        (lambda: uneven([math.nan] * 8), "expected a positive weight"),
+        (lambda: uneven([math.inf, 1.0]), "expected a positive weight"),
+    ],
+)
+def test_bad_input_is_one_value_error(ask: Callable[[], object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ask()
 
 
 def test_even_routing_is_even() -> None:

@@ -32,6 +32,9 @@ Build = Callable[["Mesh", tuple[str, ...]], Axis]
 PADDING = {"input_ids": 0, "labels": IGNORE, "document_ids": -1, "loss_weights": 0, "positions": 0}
 """What stands in a batch where no token does."""
 
+MOST_PLANNED = 1 << 14
+"""Ranks of a planned mesh: a step's transfers hold the parts of every one, so its count takes time in proportion."""
+
 
 class Mesh:
     """Ranks along named axes, as seen from one of them.
@@ -160,7 +163,7 @@ def simulate(fn: Callable[[Mesh], T], **sizes: int) -> list[T]:
         sizes: the size of each axis, in order. Without any, one rank on the axis ``"data"``.
 
     Raises:
-        ValueError: for a size below 1, or if called on a simulated rank.
+        ValueError: for a size that is no whole number of at least 1, or if called on a simulated rank.
 
     Example:
         >>> simulate(lambda mesh: mesh["data"].all_reduce(torch.tensor(mesh.rank)).item(), data=4)
@@ -168,8 +171,7 @@ def simulate(fn: Callable[[Mesh], T], **sizes: int) -> list[T]:
     """
     sizes = sizes or {"data": 1}
     for name, size in sizes.items():
-        if size < 1:
-            raise ValueError(f"the size of axis {name!r} must be 1 or more, got {size}")
+        _check_size(name, size)
     return run_ranks(
         math.prod(sizes.values()), lambda rank, world: fn(Mesh(sizes, rank, lambda mesh, names: SimulatedAxis(mesh, names, world)))
     )
@@ -187,7 +189,8 @@ def plan_mesh(*, rank: int = 0, routing: Routing = even, **sizes: int) -> Mesh:
         sizes: the size of each axis, in order. Without any, one rank on the axis ``"data"``.
 
     Raises:
-        ValueError: for a size below 1, or a rank that the mesh does not have.
+        ValueError: for a size that is no whole number of at least 1, more than 16,384 ranks, a rank that the mesh does not have, or a
+            routing that is no function.
 
     Example:
         >>> plan_mesh(data=8, expert=8), plan_mesh(data=8, expert=8).join("data", "expert").size
@@ -195,18 +198,33 @@ def plan_mesh(*, rank: int = 0, routing: Routing = even, **sizes: int) -> Mesh:
     """
     sizes = sizes or {"data": 1}
     for name, size in sizes.items():
-        if size < 1:
-            raise ValueError(f"the size of axis {name!r} must be 1 or more, got {size}")
-    if not 0 <= rank < math.prod(sizes.values()):
-        raise ValueError(f"plan_mesh: the rank must be 0 to {math.prod(sizes.values()) - 1}, got {rank}")
+        _check_size(name, size)
+    ranks = math.prod(sizes.values())
+    if ranks > MOST_PLANNED:
+        raise ValueError(
+            f"plan_mesh: {sizes} are {ranks:,} ranks, expected {MOST_PLANNED:,} at most: a count goes through the parts of all"
+        )
+    if not _is_whole(rank) or not 0 <= rank < ranks:
+        raise ValueError(f"plan_mesh: the rank must be 0 to {ranks - 1}, got {rank!r}")
+    if not callable(routing):
+        raise ValueError(f"plan_mesh: routing is {routing!r}, expected xtf.collectives.planned.even, or uneven(weights) of it")
     return Mesh(sizes, rank, planned, routing)
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _check_size(name: str, size: int) -> None:
+    if not _is_whole(size) or size < 1:
+        raise ValueError(f"the size of axis {name!r} must be 1 or more, got {size!r}: give a whole number, as {name}=2")
 
 
 def _check(sizes: Mapping[str, int], world: int) -> dict[str, int]:
     """The sizes with -1 resolved."""
     for name, size in sizes.items():
-        if size < 1 and size != -1:
-            raise ValueError(f"the size of axis {name!r} must be 1 or more, or -1 for what the others leave, got {size}")
+        if not _is_whole(size) or (size < 1 and size != -1):
+            raise ValueError(f"the size of axis {name!r} must be 1 or more, or -1 for what the others leave, got {size!r}")
     free, known = [name for name, size in sizes.items() if size == -1], math.prod(size for size in sizes.values() if size != -1)
     if len(free) > 1:
         raise ValueError(f"only one axis may have the size -1, got {free}")

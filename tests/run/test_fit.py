@@ -12,12 +12,13 @@ import torch
 import xtf
 from xtf import cli
 from xtf.cli.memory import timeline_of
-from xtf.memory import KINDS, rehearse
+from xtf.memory import KINDS, Timeline, rehearse
 from xtf.run import standard
 from xtf.run.fit import free_bytes, micro_batches_of, parse_bytes
 from xtf.run.memory_picture import draw_memory, unit_of
 from xtf.run.metrics import read_metrics
 from xtf.run.standard import parse_mesh
+from xtf.transforms import swap_activations
 
 PNG = b"\x89PNG\r\n\x1a\n"
 SMALL = ["--seq", "32", "--tokens-per-step", "256", "--backend", "eager"]
@@ -86,6 +87,11 @@ def test_the_fewest_micro_batches_that_fit(capsys: pytest.CaptureFixture[str]) -
     assert peak(number) <= budget < peak(number - 1)
 
 
+def test_rows_that_do_not_divide_are_said(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["train", "--backend", "eager", "--fit", "--budget", "60MB", "--print"]) == 0
+    assert "fit: 3 × at most 384 tokens for each update" in capsys.readouterr().err
+
+
 def test_a_run_that_goes_on_keeps_its_micro_batches(capsys: pytest.CaptureFixture[str]) -> None:
     rest = ["--seq", "32", "--tokens-per-step", "512", "--backend", "eager", "--evaluate-every", "0", "--sample", "1"]
     assert cli.main(["train", *rest, "--steps", "4", "--fit", "--budget", "54MB", "--out", "a"]) == 0
@@ -107,9 +113,14 @@ def test_a_run_that_goes_on_keeps_its_micro_batches(capsys: pytest.CaptureFixtur
     ("args", "message"),
     [
         (["train", "--budget", "1GB"], "--budget 1GB is for --fit"),
-        (["train", "--fit", "--budget", "much"], "'much' is no size: expected a number of bytes with a unit"),
+        (["train", "--fit", "--budget", "much"], "'much' is no size: expected a number with a unit"),
         (["train", "--fit", "--budget", "1MB"], "--fit: a micro-batch of 128 tokens does not fit 1.0 MB: the step takes"),
+        (["train", "--fit", "--transforms", "chunk_loss, accumulate=2"], "--fit chooses accumulate, but --transforms has accumulate=2"),
         (["memory", "--out", "a.jpg"], "expected a file name that ends in .png"),
+        (["train", "--fit", "--budget", "2"], "'2' is no size: expected a number with a unit, as 20GB"),
+        (["memory", "--mesh", "foo"], "xtf: --mesh foo: expected different axes with sizes"),
+        (["memory", "--mesh", "data=1000000"], "xtf: --mesh data=1000000: {'data': 1000000} are 1,000,000 ranks, expected 16,384 at most"),
+        (["memory", "--mesh", "rank=2"], "--mesh rank=2: an axis of ranks that are not there cannot have the name rank"),
         (["memory", "--mesh", "data"], "expected different axes with sizes"),
         (["memory", "--set", "a=1"], "--set a=1 is for a recipe file"),
     ],
@@ -120,10 +131,20 @@ def test_wrong_input_is_refused(args: list[str], message: str, capsys: pytest.Ca
     assert not list(Path().iterdir())
 
 
+def test_ranks_without_rows_are_said(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--transforms", "shard,chunk_loss", "--seq", "16", "--backend", "eager"]
+    assert cli.main(["memory", "--mesh", "data=6", *flags, "--json", "-"]) == 0
+    shown = capsys.readouterr()
+    assert json.loads(shown.out)["tokens"] == 32
+    assert "8 rows of 16 for 6 ranks: as in xtf train, each takes 2, filled up with padding (192 tokens together" in shown.err
+    assert cli.main(["memory", "--mesh", "data=4", *flags]) == 0
+    assert not capsys.readouterr().err
+
+
 def test_sizes() -> None:
     assert free_bytes(torch.device("cpu")) > 0
     assert parse_bytes("2tib") == 2**41
-    for wrong in ("", "GB", "-1GB", "1 XB", "0"):
+    for wrong in ("", "GB", "-1GB", "1 XB", "0", "2", "0GB", "9" * 400 + "GB"):
         with pytest.raises(ValueError, match="is no size"):
             parse_bytes(wrong)
     assert [unit_of(10**p)[1] for p in (3, 6, 9)] == ["kB", "MB", "GB"]
@@ -136,6 +157,17 @@ def test_pictures_of_any_depth(micro_batches: int, tmp_path: Path) -> None:
     assert path.read_bytes().startswith(PNG)
     with pytest.raises(ValueError, match=r"ends in \.png"):
         draw_memory(rehearse(step, 64), tmp_path / "m.svg")
+
+
+def test_the_host_is_a_note_beside_the_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    figures: list[Any] = []
+    monkeypatch.setattr("xtf.run.memory_picture.write_png", lambda figure, path: figures.append(figure))  # pyright: ignore
+    line = rehearse(swap_activations()(xtf.train_step(xtf.models.preset("tiny-moe"), xtf.optim.adamw(lr=1e-3))), 64)
+    line = Timeline(tuple(m._replace(host=10**11) for m in line.moments), line.tokens)
+    draw_memory(line, tmp_path / "m.png")
+    (axes,) = figures[0].axes
+    assert axes.get_ylim() == (0, pytest.approx(1.16 * line.peak.peak / 10**6))  # the device's peak alone sets it
+    assert "host memory, up to 100,000 MB" in [text.get_text() for text in figures[0].legends[0].get_texts()]
 
 
 def test_a_cpu_counts() -> None:

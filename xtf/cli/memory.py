@@ -19,7 +19,7 @@ from xtf.memory import HOST, KINDS, Timeline, measure, rehearse
 from xtf.run.fit import micro_batches_of, rows_of_rank
 from xtf.run.folder import Launch
 from xtf.run.memory_picture import SHADES, draw_memory, unit_of
-from xtf.run.recipe import Recipe, resolve
+from xtf.run.recipe import Recipe, RecipeFn, resolve
 from xtf.run.standard import PLAN, filled_in, standard
 from xtf.testing import random_batch
 
@@ -66,6 +66,8 @@ def run(options: Any, *, console: Console | None = None) -> Path:
     if options.out.suffix.lower() != ".png":
         raise ValueError(f"--out {options.out}: expected a file name that ends in .png")
     recipe = _recipe(options)
+    for note in _notes(recipe):
+        Console(stderr=True).print(note, markup=False, highlight=False, soft_wrap=True)
     line = timeline_of(recipe, count=options.count)
     if options.json is not None and str(options.json) == "-":
         sys.stdout.write(json.dumps(line.json()) + "\n")
@@ -87,8 +89,38 @@ def _recipe(options: Any) -> Recipe:
         settings = filled_in(settings)
         mesh: str = settings["mesh"]
         alone = all(part.partition("=")[2].strip() in ("1", "-1") for part in mesh.split(","))
-        settings["mesh"] = mesh if alone or mesh.startswith(PLAN) else PLAN + mesh
+        if not alone and not mesh.startswith(PLAN):
+            return _planned(recipe, settings, mesh)
     return built(Launch(recipe, settings, options.recipe))
+
+
+def _planned(recipe: RecipeFn, settings: dict[str, Any], mesh: str) -> Recipe:
+    """On ranks that are not there; messages name what was given for them."""
+    taken = {part.partition("=")[0].strip() for part in mesh.split(",")} & {"rank", "routing"}
+    if taken:
+        raise ValueError(f"--mesh {mesh}: an axis of ranks that are not there cannot have the name {taken.pop()}: take another")
+    try:
+        return built(Launch(recipe, {**settings, "mesh": PLAN + mesh}))
+    except ValueError as error:
+        raise ValueError(str(error).replace(f"--mesh {PLAN}", "--mesh ").replace("plan_mesh: ", f"--mesh {mesh}: ")) from None
+
+
+def _notes(recipe: Recipe) -> list[str]:
+    """What is to be known before the table: rows of padding that ranks count, and that many ranks take a while."""
+    found: list[str] = []
+    axis, rows, each, seq = recipe.step.row_axis, recipe.data.rows, rows_of_rank(recipe), recipe.data.seq
+    ranks = 1 if axis is None else axis.size
+    if each * ranks > rows:
+        found.append(
+            f"a step has {rows} rows of {seq} for {ranks} ranks: as in xtf train, each takes {each}, filled up with padding "
+            f"({each * ranks * seq:,} tokens together, of which {rows * seq:,} are of the step); {each * ranks} rows fill them"
+        )
+    if recipe.mesh.size > _MANY_RANKS:
+        found.append(f"counting one of {recipe.mesh.size:,} ranks: the parts of every one are gone through, which takes a while")
+    return found
+
+
+_MANY_RANKS = 1024
 
 
 def timeline_of(recipe: Recipe, *, count: bool = False) -> Timeline:

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from xtf.run.fit import fitted, micro_batches_of
+from xtf.run.fit import fitted, micro_batches_of, rows_of_rank
 from xtf.run.folder import Launch, holds_run, stored_launch
 from xtf.run.memory import estimate
 from xtf.run.recipe import Recipe, RecipeFn, load_recipe, parse_settings, plain, resolve, settings_of
@@ -97,7 +97,9 @@ def main(options: Any) -> None:
         recipe = built(launch)
         tokens, number = micro_batches_of(recipe)
         if recipe.mesh.rank == 0:
-            Console(stderr=True, highlight=False).print(f"fit: {number} × {tokens:,} tokens for each update, on each rank", soft_wrap=True)
+            most = "" if number * tokens == rows_of_rank(recipe) * recipe.data.seq else "at most "
+            said = f"fit: {number} × {most}{tokens:,} tokens for each update, on each rank"
+            Console(stderr=True, highlight=False).print(said, soft_wrap=True)
     if options.print:
         if recipe.mesh.rank == 0:
             show(recipe, launch, Console())

@@ -7,6 +7,7 @@ decide, as how many rows each expert gets, are read in one place, `read`: withou
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -58,19 +59,23 @@ def uneven(weights: Sequence[float]) -> Routing:
         weights: of each expert, positive. A token's first expert is drawn in proportion to them, its next among the others, and so on.
 
     Raises:
-        ValueError: for a weight that is not positive; (of the routing) for a layer that has another number of experts.
+        ValueError: for a weight that is no positive finite number; (of the routing) for a layer that has another number of experts.
 
     Example:
         >>> uneven([8, 1, 1, 1])(1000, 1, 4).eq(0).double().mean().item() > 0.6
         True
     """
-    if not weights or min(weights) <= 0:
-        raise ValueError(f"uneven({list(weights)}): expected a positive weight for each expert")
-    logits = torch.tensor([float(weight) for weight in weights]).log()
+    try:
+        given = [float(weight) for weight in weights]
+    except (TypeError, ValueError):
+        given = []
+    if not given or not all(0 < weight < math.inf for weight in given):
+        raise ValueError(f"uneven({weights!r:.80}): expected a positive weight for each expert, as uneven([8, 1, 1, 1])")
+    logits = torch.tensor(given, dtype=torch.float64).log().float()  # in float32 a weight may be 0 or infinite
 
     def routing(tokens: int, k: int, experts: int) -> Int64[Tensor, "tokens k"]:
-        if experts != len(weights):
-            raise ValueError(f"uneven has {len(weights)} weights, the layer {experts} experts: give a weight for each")
+        if experts != len(given):
+            raise ValueError(f"uneven has {len(given)} weights, the layer {experts} experts: give a weight for each")
         return _drawn(tokens, k, logits)
 
     return routing

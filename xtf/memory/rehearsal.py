@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Mapping
 from typing import Any
 
@@ -24,6 +25,11 @@ from xtf.tree import Tree
 HELD = {"constants": "batch", "gathered": "communication", "values": "activations", "kept": "activations", "gradients": "gradients"}
 """What the walk's names for what it holds are called here."""
 
+MOST_TOKENS = 1 << 26
+"""Of a micro-batch: a rehearsal makes its positions and tables."""
+
+MOST_MICRO_BATCHES = 1 << 16
+
 
 def rehearse(step: TrainStep, tokens: int, *, micro_batches: int = 1) -> Timeline:
     """Device memory over a training step of this rank, without allocating any of it.
@@ -41,7 +47,8 @@ def rehearse(step: TrainStep, tokens: int, *, micro_batches: int = 1) -> Timelin
         micro_batches: how many this rank makes of its batch; with several, gradients are there from the first on.
 
     Raises:
-        ValueError: for ``tokens`` or ``micro_batches`` below 1, or a step of which a part reads values that nothing states.
+        ValueError: for what is no `TrainStep`, ``tokens`` that is no whole number from 1 to 2²⁶ or ``micro_batches`` from 1 to 2¹⁶, or a
+            step of which a part reads values that nothing states.
 
     Example:
         >>> import xtf
@@ -50,9 +57,9 @@ def rehearse(step: TrainStep, tokens: int, *, micro_batches: int = 1) -> Timelin
         >>> line.peak.event.stage, line.peak.most["parameters"] == 4 * step.model.param_count()[0]
         ('loss', True)
     """
-    for name, value in {"tokens": tokens, "micro_batches": micro_batches}.items():
-        if value < 1:
-            raise ValueError(f"{name} is {value}, expected at least 1")
+    check_step("rehearse", step)
+    check_whole("rehearse: tokens", tokens, MOST_TOKENS, "they are those of one micro-batch of one rank")
+    check_whole("rehearse: micro_batches", micro_batches, MOST_MICRO_BATCHES, "it is how many this rank makes of its batch")
     live = Live("meta")
     planned = on_meta(step, watched(step.optimizer, live), micro_batches)
     state = meta_state(planned)
@@ -70,6 +77,22 @@ def rehearse(step: TrainStep, tokens: int, *, micro_batches: int = 1) -> Timelin
             ) from error
     kinds = {node.name: getattr(node, "kind", "") for node in planned.program}
     return Timeline(replay(live.log, kinds, host=on_host), tokens, micro_batches)
+
+
+def check_step(asked: str, step: object) -> None:
+    """Refuse what is no training step."""
+    if not isinstance(step, TrainStep):
+        raise ValueError(f"{asked} takes a step, got {step!r:.60}: make one by xtf.train_step(model, optimizer)")
+
+
+def check_whole(name: str, value: object, most: int, advice: str) -> None:
+    """Refuse what is no whole number from 1 to ``most``."""
+    try:
+        fits = not isinstance(value, bool) and 1 <= operator.index(value) <= most  # pyright: ignore[reportArgumentType]
+    except TypeError:
+        fits = False
+    if not fits:
+        raise ValueError(f"{name} is {value!r:.60}, expected a whole number from 1 to {most:,}; {advice}")
 
 
 def host_bytes(state: State) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 
 import torch
@@ -17,7 +18,7 @@ from xtf.run.recipe import Recipe
 from xtf.run.standard import default_transforms
 
 _MARGIN = 0.9  # of what is free: kernels and the allocator take what no count sees
-_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
 
 def micro_batches_of(recipe: Recipe) -> tuple[int, int]:
@@ -37,17 +38,22 @@ def rows_of_rank(recipe: Recipe) -> int:
 def fitted(launch: Launch, recipe: Recipe, budget: str | None) -> Launch:
     """A launch of the built-in recipe whose steps are cut into as few micro-batches as fit.
 
-    A rank's rows of a step stay what they are, and so do the tokens of an update: ``transforms`` gets another ``accumulate``.
+    A rank's rows of a step stay what they are, and so do the tokens of an update: ``transforms`` gets an ``accumulate``.
 
     Args:
         launch: of the built-in recipe.
         recipe: what it makes.
-        budget: bytes as a text (`parse_bytes`); ``None`` for nine tenths of what this rank's device has free. The least of the ranks'
+        budget: a size as a text (`parse_bytes`); ``None`` for nine tenths of what this rank's device has free. The least of the ranks'
             counts.
 
     Raises:
-        ValueError: if not even a micro-batch of one row fits; it says what takes how much.
+        ValueError: if not even a micro-batch of one row fits; it says what takes how much. If ``transforms`` has an ``accumulate``.
     """
+    given = launch.settings["transforms"]
+    names = [name.strip() for name in (default_transforms(recipe.mesh) if given is None else given).split(",") if name.strip()]
+    for name in names:
+        if name.partition("=")[0].strip() == "accumulate":
+            raise ValueError(f"--fit chooses accumulate, but --transforms has {name}: leave out one of them")
     step, rows, seq = recipe.step, rows_of_rank(recipe), recipe.data.seq
     room = free_bytes(step.device) if budget is None else parse_bytes(budget)
     bare = dataclasses.replace(step, split=_as_it_is)
@@ -65,16 +71,13 @@ def fitted(launch: Launch, recipe: Recipe, budget: str | None) -> Launch:
     while needs(high)[1] > room:
         if high == rows:
             line, peak = needs(rows)
-            raise ValueError(f"--fit: {too_small(line, room, peak)}")
+            raise ValueError(f"--fit: {too_small(step, line, room, peak)}")
         low, high = high, min(2 * high, rows)
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (low, middle) if needs(middle)[1] <= room else (middle, high)
     number = agree(recipe.mesh, high)
-    given = launch.settings["transforms"]
-    names = (default_transforms(recipe.mesh) if given is None else given).split(",")
-    rest = [name.strip() for name in names if name.strip() and name.strip().partition("=")[0] != "accumulate"]
-    chosen = ",".join([*rest, f"accumulate={number}"] if number > 1 else rest)
+    chosen = ",".join([*names, f"accumulate={number}"] if number > 1 else names)
     return dataclasses.replace(launch, settings={**launch.settings, "transforms": chosen})
 
 
@@ -95,17 +98,17 @@ def free_bytes(device: torch.device) -> int:
 
 
 def parse_bytes(text: str) -> int:
-    """A size as people write it.
+    """A size as people write it, with its unit: a bare number would be one of bytes, which nobody means.
 
     Raises:
         ValueError: for what is none.
 
     Example:
-        >>> parse_bytes("1.5GB"), parse_bytes("80 GiB"), parse_bytes("1000")
+        >>> parse_bytes("1.5GB"), parse_bytes("80 GiB"), parse_bytes("1000 B")
         (1500000000, 85899345920, 1000)
     """
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
-    size = round(float(found[1]) * _UNITS[found[2].upper()]) if found and found[2].upper() in _UNITS else 0
-    if size < 1:
-        raise ValueError(f"{text!r} is no size: expected a number of bytes with a unit, as 20GB, 80GiB or 500MB")
-    return size
+    size = float(found[1]) * _UNITS.get(found[2].upper(), 0) if found else 0
+    if not 1 <= size < math.inf:
+        raise ValueError(f"{text!r} is no size: expected a number with a unit, as 20GB, 80GiB or 500MB")
+    return round(size)

@@ -22,9 +22,12 @@ SHADES: Mapping[str, str] = {
     "activations": "#e8894a",
     "communication": "#5aa78a",
     "logits": "#9a6fb8",
-    "workspace": "#f2cf63",
+    "workspace": "#e8b923",
 }
 """Of the kinds, from the bottom up: what stays is cold, what comes and goes is warm."""
+
+_THIN: Mapping[str, str] = {"communication": "#3f8a6e", "logits": "#7d4f9c", "workspace": "#b8890b"}
+"""Outlines of the kinds that come and go within a stage: of many stages each is narrower than a pixel."""
 
 _BETWEEN = 0.1  # width of what lies between two stages that run, which are 1 wide
 _OUTLINED = 400  # moments, at most
@@ -44,7 +47,7 @@ def draw_memory(line: Timeline, path: str | Path, *, title: str = "", scale: Any
     """Draw a timeline: bytes of each kind, stacked, while each stage runs and between stages.
 
     Time is the order of the schedule: every stage is as wide as every other. Its height is the most that it has at once. The peak is
-    marked; a dotted line is what waits in host memory.
+    marked. What waits in host memory is a number in the legend: it is mostly a pool of one size, and would flatten the rest.
 
     Args:
         line: what to draw.
@@ -63,14 +66,15 @@ def draw_memory(line: Timeline, path: str | Path, *, title: str = "", scale: Any
     axes: Any = figure.subplots()
     x, rows = _steps(stretches, divisor)
     shown = [kind for kind in KINDS if rows[kind].max() > 0]
-    axes.stackplot(x, [rows[kind] for kind in shown], colors=[SHADES[kind] for kind in shown], linewidth=0)
+    top_of = np.zeros_like(x)
+    for kind in shown:
+        below, top_of = top_of, top_of + rows[kind]
+        edge: dict[str, Any] = {"edgecolor": _THIN[kind], "linewidth": 0.8} if kind in _THIN else {"linewidth": 0}
+        axes.fill_between(x, below, top_of, where=rows[kind] > 0, facecolor=SHADES[kind], **edge)
     if len(stretches) <= _OUTLINED:  # of many stages, a line around each would cover their colours
-        axes.plot(x, sum(rows[kind] for kind in shown), color=INK, linewidth=0.5)
-    host = np.repeat([s.moment.host / divisor for s in stretches], 2)
+        axes.plot(x, top_of, color=INK, linewidth=0.5)
     top = line.peak.peak / divisor
-    if host.max() > 0:
-        axes.plot(x, host, color=INK, linewidth=1.3, linestyle=(0, (1, 1.5)))
-    _frame(axes, x, max(top, host.max()))
+    _frame(axes, x, top)
     _mark_peak(axes, line, stretches, top, unit)
     _name_time(axes, stretches)
     axes.set_ylabel(unit, color=INK)
@@ -173,13 +177,11 @@ def _place(s: _Stretch) -> str:
 
 def _legend(figure: Any, axes: Any, line: Timeline, shown: Sequence[str], divisor: int, unit: str) -> None:
     """The kinds in the order of the stack, with what each has at the peak."""
-    from matplotlib.lines import Line2D  # as all of matplotlib, when something is drawn
-    from matplotlib.patches import Patch
+    from matplotlib.patches import Patch  # as all of matplotlib, when something is drawn
 
     handles: list[Any] = [Patch(color=SHADES[k], label=f"{k}  {_number(line.peak.most[k] / divisor)}") for k in reversed(shown)]
-    if line.most[HOST]:
-        dotted = f"host memory, up to {_number(line.most[HOST] / divisor)}"
-        handles.append(Line2D([], [], color=INK, linewidth=1.3, linestyle=(0, (1, 1.5)), label=dotted))
+    if line.most[HOST]:  # no part of the device's axis
+        handles.append(Patch(alpha=0, label=f"host memory, up to {_number(line.most[HOST] / divisor)} {unit}"))
     legend = figure.legend(
         handles=handles, loc="outside right center", frameon=False, fontsize=9.5, labelcolor=INK, title=f"at the peak, {unit}",
         title_fontsize=9.5, alignment="left", handlelength=1.2, labelspacing=0.7,
