@@ -352,6 +352,15 @@ def test_bad_input_is_one_value_error(ask: Callable[[], object], message: str) -
         ask()
 
 
+def test_tables_that_do_not_fit_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8000000000000 bytes")
+
+    monkeypatch.setattr("xtf.memory.rehearsal.run", full)
+    with pytest.raises(ValueError, match="tokens is 4,096, whose positions and tables do not fit this machine's memory"):
+        rehearse(built(xtf.compose()), 4096)
+
+
 def test_even_routing_is_even() -> None:
     chosen = even(4000, 2, 8)
     counts = torch.bincount(chosen.flatten(), minlength=8)

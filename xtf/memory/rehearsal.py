@@ -69,6 +69,10 @@ def rehearse(step: TrainStep, tokens: int, *, micro_batches: int = 1) -> Timelin
         try:
             run(planned, state, {"input_ids": ids, "labels": ids}, live)
         except (NotImplementedError, RuntimeError) as error:
+            if "allocate memory" in str(error):
+                raise ValueError(
+                    f"rehearse: tokens is {tokens:,}, whose positions and tables do not fit this machine's memory: take fewer tokens"
+                ) from error
             if "meta" not in str(error):
                 raise
             raise ValueError(
