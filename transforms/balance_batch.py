@@ -38,8 +38,10 @@ def balance_batch(
 
     Each rank plans the step (`xtf.data.plan_step`: packs of at most ``max_tokens``, as few as there can be, of nearly the same cost),
     and fetches only the documents of its own packs. Each pack is a micro-batch of one row. Every document is in the step once, so loss
-    and gradients are those of the documents, however they are packed and spread. The number of micro-batches follows from the documents
-    and is the same on all ranks. What a step is given as a batch of tensors goes through unchanged, as without this transform.
+    and gradients are those of the documents, however they are packed and spread. (An auxiliary loss of routers is taken over a
+    micro-batch of all ranks, and so depends on which documents those hold, unless the model is made with ``aux="step"``.) The number of
+    micro-batches follows from the documents and is the same on all ranks. What a step is given as a batch of tensors goes through
+    unchanged, as without this transform.
 
     Other transforms that split (`xtf.transforms.accumulate`) split what this gives.
 
@@ -81,6 +83,8 @@ def balance_batch(
     check_layout(max_tokens, 1, 1)
     check_too_long(too_long)
     generator(seed, "check")
+    if cost is not None and not callable(cost):
+        raise ValueError(f"balance_batch(cost={cost!r}): expected a function (lengths) -> costs, as document_cost(model), or None")
 
     def transform(step: TrainStep) -> TrainStep:
         if any(name.startswith("balance_batch") for name in step.stack):

@@ -297,3 +297,17 @@ def test_laws_with_shared_sequences() -> None:
         return compose(*parts)
 
     testing.check(transform, model=laws.model("qwen3_moe"), batch=documents(), data=2, context=2)
+
+
+def test_a_cost_that_is_none() -> None:
+    with pytest.raises(ValueError, match=r"balance_batch\(cost='x'\): expected a function"):
+        balance_batch(max_tokens=8, cost="x")  # pyright: ignore[reportArgumentType]
+
+
+def test_documents_in_memory_are_ids_or_mappings() -> None:
+    documents = Documents.of([[5, 6, 7], {"input_ids": [8, 9], "labels": [-100, 9]}])
+    assert documents.lengths.tolist() == [3, 2] and documents[1].weights.tolist() == [0.0, 1.0]
+    with pytest.raises(ValueError, match="a loss weight of a document is inf"):
+        Documents.of([{"input_ids": [1, 2], "loss_weights": [1.0, float("inf")]}])
+    with pytest.raises(ValueError, match="fetch is a list, expected a function"):
+        Documents([1], [[5]])  # pyright: ignore[reportArgumentType]

@@ -58,7 +58,8 @@ class Document(NamedTuple):
             if name != "loss_weights" and len(part) and not np.issubdtype(part.dtype, np.integer):
                 raise ValueError(f"{name} of a document is of {part.dtype}, expected integers")
         if not (np.isfinite(weights) & (weights >= 0)).all():
-            raise ValueError(f"a loss weight of a document is {weights.min()}: expected finite weights of at least 0")
+            wrong = weights[~(np.isfinite(weights) & (weights >= 0))][0]
+            raise ValueError(f"a loss weight of a document is {wrong}: expected finite weights of at least 0")
         if labels is not None:
             weights = np.where(labels == IGNORE, np.float32(0), weights)
             same = bool(((labels == ids) | (weights == 0)).all())
@@ -102,14 +103,25 @@ class Documents:
             raise ValueError(f"lengths must be one sequence of integers, got shape {given.shape} of {given.dtype}")
         if len(given) and int(given.min()) < 0:
             raise ValueError(f"document {int(given.argmin())} has the length {int(given.min())}: expected 0 or more tokens")
+        if not callable(fetch):
+            raise ValueError(f"fetch is a {type(fetch).__name__}, expected a function (indices) -> documents; Documents.of takes lists")
         object.__setattr__(self, "lengths", given.astype(np.int64))
         object.__setattr__(self, "fetch", fetch)
 
     @staticmethod
-    def of(ids: Sequence[Sequence[int]], weights: Sequence[Sequence[float]] | None = None) -> Documents:
-        """Documents in memory; without ``weights`` every token has the weight 1."""
+    def of(ids: Sequence[Any], weights: Sequence[Sequence[float]] | None = None) -> Documents:
+        """Documents in memory, each its ids, or whatever `Document.of` takes; without ``weights`` every token of ids has the weight 1.
+
+        Example:
+            >>> docs = Documents.of([[5, 6, 7], {"input_ids": [8, 9], "labels": [-100, 9]}])
+            >>> docs.lengths.tolist(), docs[1].weights.tolist()
+            ([3, 2], [0.0, 1.0])
+        """
+        if weights is None:
+            every = [Document.of(part) for part in ids]
+            return Documents([len(part.ids) for part in every], lambda indices: [every[i] for i in indices.tolist()])
         kept = [np.asarray(part, np.int64) for part in ids]
-        heavy = [np.ones(len(part), np.float32) for part in kept] if weights is None else [np.asarray(w, np.float32) for w in weights]
+        heavy = [np.asarray(w, np.float32) for w in weights]
         if [len(part) for part in kept] != [len(part) for part in heavy]:
             raise ValueError("each document needs one weight for each of its ids")
         return Documents([len(part) for part in kept], lambda indices: [Document(kept[i], heavy[i]) for i in indices.tolist()])

@@ -37,6 +37,8 @@ def check_count(name: str, value: int) -> None:
 
 def checked_cost(cost: CostFunction) -> CostFunction:
     """The cost, which raises where it does not give one finite number above 0 for each document."""
+    if not callable(cost):
+        raise ValueError(f"cost is {cost!r}, expected a function (lengths) -> costs, as Cost.attention() or document_cost(model)")
 
     def checked(lengths: Ints) -> Floats:
         each = np.asarray(cost(lengths), np.float64)

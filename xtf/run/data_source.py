@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,3 +68,12 @@ def read(options: DataOptions, files: Sequence[Path]) -> Tokenized:
             special_tokens_in_text=options.special_tokens_in_text,
             progress=progress,
         )
+
+
+def wide_console() -> Console:
+    """Where tables are printed: as wide as the terminal, or, where there is none and nobody says, as tables need."""
+    console = Console()
+    return console if console.is_terminal or "COLUMNS" in os.environ else Console(width=_WIDE)
+
+
+_WIDE = 120

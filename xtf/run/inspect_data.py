@@ -28,7 +28,7 @@ from xtf.data import (
     plan_batches,
 )
 from xtf.data.cost import Cost
-from xtf.run.data_source import DataOptions, read
+from xtf.run.data_source import DataOptions, read, wide_console
 from xtf.run.figure import BLUE, COLORS, GREEN, INK, LINE, ORANGE, new_figure, style, write_png
 from xtf.run.standard import is_preset
 
@@ -40,6 +40,9 @@ METHODS: dict[str, Callable[..., Plan]] = {
     "balanced": plan_batches,
 }
 """How documents can be packed, by what the table calls it."""
+
+
+_MOST_RANKS = 16_384
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,8 @@ class InspectOptions(DataOptions):
         super().check()
         if not self.ranks or min(self.ranks) < 1:
             raise ValueError(f"--ranks is {', '.join(map(str, self.ranks)) or 'empty'}: expected numbers of at least 1")
+        if max(self.ranks) > _MOST_RANKS:
+            raise ValueError(f"--ranks is {max(self.ranks)}: plans are shown for up to {_MOST_RANKS:,} ranks")
         if self.out is not None and self.out.suffix.lower() != ".png":
             raise ValueError(f"--out {self.out}: expected a file name that ends in .png")
 
@@ -120,7 +125,7 @@ def run(options: InspectOptions, *, console: Console | None = None) -> dict[str,
         ValueError: for options that are not possible, and files, a model or a tokenizer that cannot be read or used.
     """
     options.check()
-    console = console or Console()
+    console = console or wide_console()
     tokenized = read(options, options.files)
     model = xtf.models.preset(options.model) if is_preset(options.model) else xtf.models.from_hf(options.model)
     cost = document_cost(model)

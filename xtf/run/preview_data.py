@@ -16,7 +16,7 @@ from rich.text import Text
 
 from xtf.data import Document, PackedBatches
 from xtf.data.batches import Packing
-from xtf.run.data_source import DataOptions, read, tokenizer_of
+from xtf.run.data_source import DataOptions, read, tokenizer_of, wide_console
 from xtf.run.source import load_tokenizer
 
 _LEARNED, _OTHER, _CONTEXT = "bold green", "bold yellow", "dim"
@@ -55,7 +55,7 @@ def run(options: PreviewOptions, *, console: Console | None = None) -> Text:
         ValueError: for options that are not possible, and a file or a tokenizer that cannot be read or used.
     """
     options.check()
-    console = console or Console()
+    console = console or wide_console()
     if options.file is None:
         raise ValueError("there is no FILE to look at: give a JSONL, JSON or Parquet file")
     files = (options.file,)
