@@ -164,11 +164,14 @@ def test_compiled_it_is_the_same() -> None:
     """What is compiled are the projections; the ring stands between."""
     model, batch = laws.model("tiny"), laws.batch("lengths")
 
-    def gradients(mesh: Mesh, backend: Any) -> list[Tensor]:
-        step = xtf.compile(context_parallel(mesh["context"])(train_step(model, testing.default_optimizer())), backend=backend)
-        return [leaf for leaf in xtf.tree.leaves(step.value_and_grad(step.init(0).params, batch)) if leaf is not None]
+    def gradients(backend: Any) -> list[list[Tensor]]:
+        def of_rank(mesh: Mesh) -> list[Tensor]:
+            step = xtf.compile(context_parallel(mesh["context"])(train_step(model, testing.default_optimizer())), backend=backend)
+            return [leaf for leaf in xtf.tree.leaves(step.value_and_grad(step.init(0).params, batch)) if leaf is not None]
 
-    for eager, compiled in zip(*(simulate(lambda mesh: gradients(mesh, b), context=2) for b in ("eager", "aot_eager")), strict=True):  # noqa: B023
+        return simulate(of_rank, context=2)
+
+    for eager, compiled in zip(gradients("eager"), gradients("aot_eager"), strict=True):
         for a, b in zip(eager, compiled, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-13)
 
@@ -277,28 +280,27 @@ def test_what_is_no_axis() -> None:
         context_parallel("context")  # pyright: ignore[reportArgumentType]
 
 
-def test_applied_twice() -> None:
-    for other in ("context", "data"):
-        with pytest.raises(ValueError, match="context_parallel is applied twice: sequences are already split over context"):
-            _build(lambda mesh: compose(context_parallel(mesh[other]), context_parallel(mesh["context"])), context=2, data=2)  # noqa: B023
+@pytest.mark.parametrize("other", ["context", "data"])
+def test_applied_twice(other: str) -> None:
+    with pytest.raises(ValueError, match="context_parallel is applied twice: sequences are already split over context"):
+        _build(lambda mesh: compose(context_parallel(mesh[other]), context_parallel(mesh["context"])), context=2, data=2)
 
 
 def _owns_heads(axis: Axis) -> testing.Transform:
     return lambda step: step.replace("heads", owned={**step.owned, "heads": axis})
 
 
-def test_an_axis_whose_ranks_see_the_same_tokens() -> None:
-    for order in (0, 1):
+@pytest.mark.parametrize("order", [1, -1])
+def test_an_axis_whose_ranks_see_the_same_tokens(order: int) -> None:
+    def both(mesh: Mesh) -> testing.Transform:
+        return compose(*[context_parallel(mesh["context"]), _owns_heads(mesh["context"])][::order])
 
-        def both(mesh: Mesh) -> testing.Transform:
-            parts = [context_parallel(mesh["context"]), _owns_heads(mesh["context"])]
-            return compose(*(parts if order else parts[::-1]))  # noqa: B023
-
-        with pytest.raises(ValueError, match="'heads' of the parameters is split over 'context' too"):
-            _build(both, context=2)
+    with pytest.raises(ValueError, match="'heads' of the parameters is split over 'context' too"):
+        _build(both, context=2)
 
 
-def test_a_transform_that_changes_what_attention_computes() -> None:
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_transform_that_changes_what_attention_computes(order: int) -> None:
     def rewrite(step: TrainStep, program: Program) -> Program:
         def halved(stage: Stage) -> Stage:
             def fn(params: Params, x: Tensor, **consts: Tensor) -> Values:
@@ -315,12 +317,8 @@ def test_a_transform_that_changes_what_attention_computes() -> None:
         step = compose(*parts)(train_step(laws.model("llama"), testing.default_optimizer()))
         step.value_and_grad(step.init(0).params, laws.batch("row"))
 
-    for first in (True, False):
-        with pytest.raises(ValueError, match=r"another transform changed what the stage 'layers.0.attention' computes"):
-            simulate(
-                lambda mesh: run(mesh, *[context_parallel(mesh["context"]), change][:: 1 if first else -1]),  # noqa: B023
-                context=2,
-            )
+    with pytest.raises(ValueError, match=r"another transform changed what the stage 'layers.0.attention' computes"):
+        simulate(lambda mesh: run(mesh, *[context_parallel(mesh["context"]), change][::order]), context=2)
 
 
 def test_a_stage_that_looks_beyond_a_token_in_another_way() -> None:

@@ -68,7 +68,7 @@ def rehearse(step: TrainStep, tokens: int, *, micro_batches: int = 1) -> Timelin
     with live:
         try:
             run(planned, state, {"input_ids": ids, "labels": ids}, live)
-        except (NotImplementedError, RuntimeError) as error:
+        except (NotImplementedError, RuntimeError) as error:  # torch raises either where an operation needs values
             if "allocate memory" in str(error):
                 raise ValueError(
                     f"rehearse: tokens is {tokens:,}, whose positions and tables do not fit this machine's memory: take fewer tokens"
