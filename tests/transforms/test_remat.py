@@ -197,6 +197,16 @@ def test_one_graph_for_all_layers_and_any_documents() -> None:
     assert sum(map(len, partition._TRACED.values())) > known
 
 
+def test_what_sizes_a_graph_serves() -> None:
+    def fn(params: Any, x: Tensor, h: Tensor) -> tuple[Tensor]:
+        return ((x + h).sin(),)
+
+    joint = trace(fn, {}, (torch.ones(5, 3), torch.ones(5, 3)), {}, rows=True)
+    for rows, columns, served in (((7, 7), 3, True), ((7, 8), 3, False), ((1, 1), 3, False), ((0, 0), 3, False), ((5, 5), 4, False)):
+        assert joint.serves([torch.ones(n, columns) for n in rows]) is served
+    assert not joint.serves([torch.ones(5, 3, dtype=torch.float64)] * 2)
+
+
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.full)])
 def test_compiled(backend: Any) -> None:
     step, batch = remat(["attention", "gate_up"])(chunk_loss(16)(plain("llama"))), testing.random_batch(61)
