@@ -10,13 +10,12 @@ from functools import partial
 from typing import Any
 
 import pytest
-import torch
 
 from tests import laws
+from tests.silent.record import not_finite_at, poisoned
 from xtf import optim, testing
 from xtf.data import Documents
 from xtf.mesh import Mesh
-from xtf.model import Model
 from xtf.stage import Stage
 from xtf.step import TrainStep, compose
 from xtf.testing import LawError
@@ -65,30 +64,6 @@ def test_what_only_the_second_step_shows() -> None:
         testing.check(stale_momentum, model=TINY, steps=2)
     assert "step 2, embed.weight after the step: max" in str(error.value)
     assert "step 1, " not in str(error.value) and "step 2, gradient" not in str(error.value)
-
-
-def not_finite_at(token: int, model: Model) -> Model:
-    """A model whose loss is infinite where this token is a target."""
-
-    def build(ops: Any) -> tuple[Stage, ...]:
-        *stages, loss = model.build(ops)
-
-        def fn(params: Any, *reads: Any, targets: Any, **consts: Any) -> Any:
-            bad = torch.where((targets == token).any(), torch.inf, 1.0)
-            return tuple(out * bad for out in loss.fn(params, *reads, targets=targets, **consts))
-
-        return *stages, dataclasses.replace(loss, fn=fn, key=(loss.key, "not finite at", token))
-
-    return dataclasses.replace(model, build=build)
-
-
-def poisoned(token: int) -> list[dict[str, Any]]:
-    """Three batches, the second with this token, the others without."""
-    batches = [testing.random_batch(61, seed=seed) for seed in range(3)]
-    for batch in batches:
-        batch["labels"][batch["labels"] == token] = 0
-    batches[1]["labels"][3, 5:] = token
-    return batches
 
 
 def test_a_step_that_is_not_finite_is_skipped() -> None:

@@ -146,7 +146,7 @@ def _judge_step(
         untrained = {path: leaf for path, leaf in after.items() if not specs[path].trainable}
         after |= dict(model.update(untrained, _counts(model, params, batch)))
     known = {"cross_entropy": _cross_entropy(model, params, batch), "tokens": (pack(batch)["weights"] != 0).sum()}
-    known |= _aux_metrics(model, params, [batch] if model.aux_scope == "step" else micros, total)
+    known |= _aux_metrics(model, params, [batch] if model.aux_scope == "step" or len(micros) == 1 else micros, total)
     known |= {key: value for key, value in optimizer.metrics(opt).items() if key != "grad_norm"}  # which it may keep in float32
     rounding = _FLOOR * max((_largest(g) for g in expected.values() if g is not None), default=0.0)
     for rank, one in enumerate(seen):
