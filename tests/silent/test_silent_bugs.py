@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 
@@ -33,3 +34,12 @@ def test_caught(case: Case) -> None:
 test_caught.__doc__ = "Each fault, put in by hand, is noticed and for what it is:\n\n" + "\n".join(
     f"* {case.name}: {case.mutation}" for case in CASES
 )
+
+
+def test_the_page_lists_every_case() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "silent_bugs.md").read_text(encoding="utf-8")
+    rows = dict(re.findall(r"^\| ([^|]+) \| ([^|]*) \| [^|]+ \|$", page, re.M))
+    assert rows.pop("what others shipped") == "reported, for example, in"
+    reported = {name: re.findall(r"https://github.com/([^)]+)/issues/(\d+)\)", links) for name, links in rows.items()}
+    assert reported == {case.name: [tuple(one.split("#")) for one in case.reported] for case in CASES}
+    assert all(case.mutation and case.says for case in CASES) and len(rows) == len(CASES)
