@@ -46,7 +46,7 @@ def test_losses_that_differ_are_refused(monkeypatch: pytest.MonkeyPatch) -> None
     """A contender that computes something else is not compared."""
     from xtf.bench import rounds
 
-    with pytest.raises(ValueError, match="do not compute the same: first losses a 1.000000, b 1.001000, more than 0.0001 apart"):
+    with pytest.raises(ValueError, match=r"do not compute the same: first losses a 1\.000000, b 1\.001000, more than 0\.0001 apart"):
         rounds._check_losses(tiny(), [Entry("a", "xtf", "eager"), Entry("b", "xtf", "eager")], [1.0, 1.001])
 
 
