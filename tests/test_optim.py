@@ -665,3 +665,51 @@ def test_bad_trees_are_refused() -> None:
     twice = optim.chain(adamw, optim.scale_by_learning_rate(0.1))
     with pytest.raises(ValueError, match=r"metric 'lr' is reported twice"):
         twice.metrics(twice.init(params))
+
+
+@pytest.mark.parametrize("donate", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_advance_is_update_and_apply(donate: bool, dtype: torch.dtype) -> None:
+    """The fused form gives the same to rounding, for leaves that decay, that do not, without gradient, and (bfloat16) not fused at all;
+    nothing that is not donated is modified."""
+    generator = torch.Generator().manual_seed(0)
+
+    def copied(values: Tree) -> Any:
+        return tree.map(lambda leaf: None if leaf is None else leaf.clone(), values)
+
+    def draw() -> dict[str, Tensor]:
+        return {"w": torch.randn(33, 7, generator=generator).to(dtype), "b": torch.randn(5, generator=generator).to(dtype)}
+
+    params = {**draw(), "fixed": torch.ones(3, dtype=dtype)}
+    optimizer = optim.chain(
+        optim.clip_by_global_norm(0.5), optim.adamw(lr=optim.warmup_constant(0.1, 3), weight_decay=0.1, mask=optim.no_decay_1d)
+    )
+    trained = {**params, "fixed": None}
+    plain, plain_state = copied(params), optimizer.init(trained)
+    fused, fused_state = copied(params), optimizer.init(trained)
+    for _ in range(4):
+        grads = {**draw(), "fixed": None}
+        updates, plain_state = optimizer.update(copied(grads), plain_state, plain)
+        plain = optim.apply_updates(plain, updates)
+        given = copied((grads, fused_state, fused))
+        before = tree.leaves((grads, fused_state, fused))
+        fused, fused_state = optim.advance(optimizer, grads, fused_state, fused, Unplaced(donate))
+        if not donate:
+            for had, now in zip(tree.leaves(given), before, strict=True):
+                assert had is None or torch.equal(had, now)
+    tolerance = {torch.float32: 1e-5, torch.float64: 1e-13, torch.bfloat16: 2e-2}[dtype]
+    for want, got in zip(tree.leaves((plain, plain_state)), tree.leaves((fused, fused_state)), strict=True):
+        assert want is None or torch.allclose(want.double(), got.double(), rtol=tolerance, atol=tolerance)
+    assert torch.equal(fused["fixed"], params["fixed"])
+
+
+def test_who_replaces_an_update_replaces_its_fused_form() -> None:
+    """An optimizer whose update is wrapped must not go on by the unwrapped fast path."""
+    inner = optim.adamw(lr=0.1)
+
+    def nothing(grads: Any, state: Any, params: Any, placement: Any = None) -> Any:
+        return tree.map(torch.zeros_like, grads), state
+
+    params = {"w": torch.ones(3)}
+    changed, _ = optim.advance(inner._replace(update=nothing), params, inner.init(params), params)
+    assert torch.equal(changed["w"], params["w"])

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor
 
 from xtf.host import HostMemory, check_host
-from xtf.optim import Optimizer
-from xtf.optim.placement import UNPLACED, Placement
+from xtf.optim.core import placed_by
+from xtf.optim.placement import Placement
 from xtf.step import TrainStep
 from xtf.tree import Path, Tree
 
@@ -46,13 +45,10 @@ def swap_optimizer(*, host: HostMemory | None = None) -> Callable[[TrainStep], T
             raise ValueError("swap_optimizer is applied twice")
         pool, inner = host if host is not None else HostMemory(), step.optimizer
 
-        def init(params: Tree, placement: Placement = UNPLACED) -> Any:
-            return inner.init(params, _OnHost(placement, pool))
+        def on_host(placement: Placement) -> Placement:
+            return _OnHost(placement, pool)
 
-        def update(grads: Tree, state: Any, params: Tree, placement: Placement = UNPLACED) -> tuple[Tree, Any]:
-            return inner.update(grads, state, params, _OnHost(placement, pool))
-
-        return step.replace("swap_optimizer()", optimizer=Optimizer(init, update, inner.metrics))
+        return step.replace("swap_optimizer()", optimizer=placed_by(inner, on_host))
 
     return transform
 

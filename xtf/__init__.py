@@ -1,6 +1,7 @@
 """xtf trains very large sparse mixture-of-experts language models with plain functions and composable transforms."""
 
 from xtf import data, models, optim, testing, transforms, tree
+from xtf.allocator import keep_freed_memory
 from xtf.checkpoint import CheckpointError, load, load_params, load_state, save, save_params, save_state
 from xtf.compile import compile
 from xtf.joint import keep
@@ -32,6 +33,7 @@ __all__ = [
     "data",
     "fit_tokens",
     "keep",
+    "keep_freed_memory",
     "load",
     "load_params",
     "load_state",

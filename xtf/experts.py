@@ -31,11 +31,13 @@ class Dispatch(NamedTuple):
 
     Args:
         order: (S,) int64, the slot that stands at each sorted row.
+        place: (S,) int64, the sorted row at which each slot stands: the inverse of ``order``.
         tokens: (S,) int64, the token of each sorted row.
         offsets: (E,) int32, the row at which each expert's rows end.
     """
 
     order: Int64[Tensor, " S"]
+    place: Int64[Tensor, " S"]
     tokens: Int64[Tensor, " S"]
     offsets: Int32[Tensor, " E"]
 
@@ -91,7 +93,7 @@ def _local(experts: int, compute: ExpertFn) -> StageFn:
         indices: Int64[Tensor, "T k"],
     ) -> tuple[Float[Tensor, "T H"]]:
         dispatch = dispatch_order(indices, experts)
-        rows = gather_tokens(h, dispatch.order, indices.shape[1])
+        rows = gather_tokens(h, dispatch, indices.shape[1])
         return (x + combine(compute(params, rows, dispatch.offsets), weights, dispatch),)
 
     return fn
@@ -144,17 +146,51 @@ def dispatch_order(indices: Int64[Tensor, "T k"], experts: int) -> Dispatch:
     by_expert, order = indices.flatten().sort(stable=True)
     every = torch.arange(experts, dtype=indices.dtype, device=indices.device)
     offsets = torch.searchsorted(by_expert, every, right=True, out_int32=True)
-    return Dispatch(order, order // indices.shape[1], offsets)
+    slots = torch.arange(order.shape[0], device=order.device)
+    return Dispatch(order, torch.empty_like(order).scatter(0, order, slots), order // indices.shape[1], offsets)
 
 
-def gather_tokens(h: Float[Tensor, "T H"], order: Int64[Tensor, " S"], top_k: int) -> Float[Tensor, "S H"]:
-    """The token of each sorted row, ``h[order // top_k]``.
+def gather_tokens(h: Float[Tensor, "T H"], dispatch: Dispatch, top_k: int) -> Float[Tensor, "S H"]:
+    """The token of each sorted row, ``h[dispatch.tokens]``; ``top_k`` rows are of one token."""
+    return _TokensToRows.apply(h.view_as(h), dispatch.order, dispatch.place, top_k)  # a view: see xtf.ops.cpu
 
-    Written over slots, each of which is taken once: the backward then sums a token's gradients along a dim. As a gather of
-    tokens it would add several rows to one place, and code that does so on several threads gives other bits each time.
-    """
-    slots = h.unsqueeze(1).expand(-1, top_k, -1).reshape(-1, h.shape[1])
-    return slots.index_select(0, order)
+
+class _TokensToRows(torch.autograd.Function):
+    """The rows of slots, sorted. Its backward looks up each slot's row and sums a token's along a dim. Autograd's own would add rows to
+    places: slower, and on several threads another sum each time."""
+
+    @staticmethod
+    def forward(h: Tensor, order: Tensor, place: Tensor, top_k: int) -> Tensor:
+        return h.index_select(0, order // top_k)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, int], output: Tensor) -> None:
+        h, order, place, ctx.top_k = inputs
+        ctx.tokens = h.shape[0]
+        ctx.save_for_backward(order, place)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor | None, ...]:
+        order, place = ctx.saved_tensors
+        by_slot = _Reordered.apply(grad_outputs[0].view_as(grad_outputs[0]), place, order)
+        return by_slot.view(ctx.tokens, ctx.top_k, by_slot.shape[1]).sum(1), None, None, None
+
+
+class _Reordered(torch.autograd.Function):
+    """Rows in another order, ``x[order]``, of which ``place`` is the inverse: its backward is a lookup too."""
+
+    @staticmethod
+    def forward(x: Tensor, order: Tensor, place: Tensor) -> Tensor:
+        return x.index_select(0, order)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs[1:])
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor | None, ...]:
+        order, place = ctx.saved_tensors
+        return _Reordered.apply(grad_outputs[0].view_as(grad_outputs[0]), place, order), None, None
 
 
 def combine(rows: Float[Tensor, "S H"], weights: Float[Tensor, "T k"], dispatch: Dispatch) -> Float[Tensor, "T H"]:
@@ -168,9 +204,7 @@ def combine(rows: Float[Tensor, "S H"], weights: Float[Tensor, "T k"], dispatch:
     Returns:
         (T, H), in the dtype of ``rows``.
     """
-    slots = torch.arange(dispatch.order.shape[0], device=rows.device)
-    place = torch.empty_like(dispatch.order).scatter(0, dispatch.order, slots)  # the sorted row of each slot
-    by_token = rows.index_select(0, place).view(*weights.shape, rows.shape[1])
+    by_token = _Reordered.apply(rows.view_as(rows), dispatch.place, dispatch.order).view(*weights.shape, rows.shape[1])
     return (by_token.to(weights.dtype) * weights.unsqueeze(-1)).sum(1).to(rows.dtype)
 
 

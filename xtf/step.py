@@ -25,7 +25,7 @@ from xtf.mesh import join
 from xtf.model import Model
 from xtf.ops import Ops
 from xtf.ops.lowering import best
-from xtf.optim import Optimizer, apply_updates
+from xtf.optim import Optimizer, advance
 from xtf.overlap import Layout, overlapped
 from xtf.placement import Placed, Placement, cut, gather_transfer, place, reduce_transfer, uncut
 from xtf.record import Record
@@ -321,8 +321,8 @@ class TrainStep:
         metrics["grad_norm"] = placed.norm(grads)
         skipped = torch.zeros_like(state.skipped)
         if read((metrics["loss"] + metrics["grad_norm"]).isfinite(), lambda: torch.tensor(True)):
-            updates, opt = self.optimizer.update(grads, state.opt, params, placed)
-            params = self._update_untrained(apply_updates(params, updates, placed), run)
+            params, opt = advance(self.optimizer, grads, state.opt, params, placed)
+            params = self._update_untrained(params, run)
         else:
             skipped, opt = skipped + 1, state.opt
         new = State(params, opt, state.step + 1, state.skipped + skipped)
@@ -365,11 +365,15 @@ class TrainStep:
             run.count(walk(run.plans, local, run.micros, keep=run.keep, record=record).values)
         trained = frozenset(path for path, spec in self.specs.items() if spec.trainable)
         outcome = walk(run.plans, local, run.micros, keep=run.keep, seeds=run.seeds, trained=trained, record=record)
-        grads = {path: outcome.grads.get(path, torch.zeros_like(leaf)) if path in trained else None for path, leaf in local.items()}
+        grads = {path: None if path not in trained else _grad(outcome.grads, path, leaf) for path, leaf in local.items()}
         return run.metrics(outcome.values), tree.from_items(self.model.specs, grads)
 
     def __repr__(self) -> str:
         return describe(self)
+
+
+def _grad(grads: Mapping[Path, Tensor], path: Path, leaf: Tensor) -> Tensor:
+    return grads[path] if path in grads else torch.zeros_like(leaf)
 
 
 def merge_axes(axes: Sequence[Axis]) -> tuple[Axis, ...]:

@@ -38,6 +38,7 @@ COMMANDS: dict[str, _Known] = {
     "export": _Known("Write a checkpoint in Hugging Face layout.", "xtf.run.export", "ExportOptions"),
     "upcycle": _Known("Make a mixture of experts of a dense checkpoint.", "xtf.run.upcycle", "UpcycleOptions"),
     "memory": _Known("What a training step holds on its device, over time, before it runs.", "xtf.cli.memory", "MemoryOptions"),
+    "bench": _Known("How fast a training step is here, in several forms and beside other libraries.", "xtf.cli.bench", "BenchOptions"),
     "data": _Known("Look at data: what packing will do; a packed sequence with its loss mask.", "xtf.cli.data", "DataCommand", "main"),
     "plot": _Known("Draw the curves of one run, or of several over each other.", "xtf.run.compare", "PlotOptions"),
 }

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from xtf.allocator import keep_freed_memory
 from xtf.run.fit import fitted, micro_batches_of, rows_of_rank
 from xtf.run.folder import Launch, holds_run, stored_launch
 from xtf.run.memory import estimate
@@ -90,6 +91,7 @@ TrainOptions = with_settings(
 
 def main(options: Any) -> None:
     """Do what the options of ``xtf train`` say."""
+    keep_freed_memory()
     launch = _launch(options)
     recipe = built(launch)
     if options.fit and not (options.resume and holds_run(options.out)):  # a run that goes on keeps its micro-batches

@@ -15,7 +15,8 @@ from xtf.batch import Batch
 from xtf.memory.live import Live
 from xtf.memory.timeline import Timeline, replay
 from xtf.ops.cpu import CPU
-from xtf.optim import Optimizer
+from xtf.optim import Optimizer, advance
+from xtf.optim.core import Fused
 from xtf.optim.placement import UNPLACED, Placement
 from xtf.record import Event, Record
 from xtf.state import State
@@ -123,15 +124,15 @@ def meta_state(step: TrainStep) -> State:
 def watched(optimizer: Optimizer, live: Live) -> Optimizer:
     """An optimizer whose update is an event of the log."""
 
-    def update(grads: Tree, state: Any, params: Tree, placement: Placement = UNPLACED) -> tuple[Tree, Any]:
+    def advanced(grads: Tree, state: Any, params: Tree, placement: Placement = UNPLACED) -> tuple[Tree, Any]:
         live.hold("gradients", grads)
         live.record(Event("start", "update", "optimizer", "update"))
-        updates, new = optimizer.update(grads, state, params, placement)
+        params, new = advance(optimizer, grads, state, params, placement)
         live.hold("optimizer", new)
         live.record(Event("run", "update", "optimizer", "update"))
-        return updates, new
+        return params, new
 
-    return Optimizer(optimizer.init, update, optimizer.metrics)
+    return optimizer._replace(update=Fused(optimizer.update, advanced))
 
 
 def run(step: TrainStep, state: State, batch: Batch, live: Live) -> State:

@@ -16,6 +16,8 @@ from jaxtyping import Float, Int32
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from xtf.ops import mkl
+from xtf.ops.mkl import Product
 from xtf.ops.reference import check_grouped_mm
 
 
@@ -62,18 +64,17 @@ class _GroupedMMBackward(torch.autograd.Function):
 
 @torch.library.custom_op("xtf::grouped_mm_cpu", mutates_args=())
 def _grouped_mm(x: Tensor, w: Tensor, offsets: Tensor) -> Tensor:
+    x, w = x.contiguous(), w.contiguous()
     out = x.new_empty(x.shape[0], w.shape[1])
-    for group, begin, end in _groups(offsets):
-        torch.mm(x[begin:end], w[group].T, out=out[begin:end])
+    _run([Product(x[begin:end], w[group].T, out[begin:end]) for group, begin, end in _groups(offsets)])
     return out
 
 
 @torch.library.custom_op("xtf::grouped_mm_cpu_dx", mutates_args=())
 def _grouped_mm_dx(dout: Tensor, w: Tensor, offsets: Tensor) -> Tensor:
-    dout = dout.contiguous()
+    dout, w = dout.contiguous(), w.contiguous()
     dx = dout.new_empty(dout.shape[0], w.shape[2])
-    for group, begin, end in _groups(offsets):
-        torch.mm(dout[begin:end], w[group], out=dx[begin:end])
+    _run([Product(dout[begin:end], w[group], dx[begin:end]) for group, begin, end in _groups(offsets)])
     return dx
 
 
@@ -81,7 +82,9 @@ def _grouped_mm_dx(dout: Tensor, w: Tensor, offsets: Tensor) -> Tensor:
 def _grouped_mm_dw(dout: Tensor, x: Tensor, offsets: Tensor) -> Tensor:
     dout = dout.contiguous()
     dw = x.new_empty(offsets.shape[0], dout.shape[1], x.shape[1])
-    for group, begin, end in _groups(offsets):  # a group without rows gets the zeros of an empty product
+    # One after another: MKL's batch is slower at these, whose outputs are large and whose inner sizes are small. A group without rows
+    # gets the zeros of an empty product.
+    for group, begin, end in _groups(offsets):
         torch.mm(dout[begin:end].T, x[begin:end], out=dw[group])
     return dw
 
@@ -99,6 +102,16 @@ def _(dout: Tensor, w: Tensor, offsets: Tensor) -> Tensor:
 @_grouped_mm_dw.register_fake
 def _(dout: Tensor, x: Tensor, offsets: Tensor) -> Tensor:
     return x.new_empty(offsets.shape[0], dout.shape[1], x.shape[1])
+
+
+def _run(todo: list[Product]) -> None:
+    """Products of groups: those that have rows, all at once where that can be done."""
+    todo = [product for product in todo if product.a.shape[0]]
+    if todo and mkl.available(todo[0].out.dtype):
+        mkl.products(todo)
+        return
+    for a, b, out in todo:
+        torch.mm(a, b, out=out)
 
 
 def _groups(offsets: Tensor) -> Iterator[tuple[int, int, int]]:

@@ -17,7 +17,7 @@ from xtf.optim.blocks import (
     scale_by_learning_rate,
     scale_by_schedule,
 )
-from xtf.optim.core import Optimizer, apply_updates, chain, partition
+from xtf.optim.core import Optimizer, advance, apply_updates, chain, partition
 from xtf.optim.leaves import Mask, no_decay_1d
 from xtf.optim.muon import MuonState, hidden_matrix, muon, muon_adamw, orthogonalize
 from xtf.optim.placement import UNPLACED, Placement, Unplaced, vector_norm
@@ -40,6 +40,7 @@ __all__ = [
     "adam_kernel",
     "adamw",
     "add_decayed_weights",
+    "advance",
     "apply_updates",
     "chain",
     "clip_by_global_norm",

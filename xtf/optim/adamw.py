@@ -29,7 +29,7 @@ def adamw(
         eps: summand of the denominator, positive.
         weight_decay: at least 0; multiplied by the rate.
         mask: which leaves decay: ``(path, param) -> bool`` (`no_decay_1d`), a tree of bools, or ``None`` for all.
-        kernel: the formula; give ``torch.compile(adam_kernel)`` for one pass over memory.
+        kernel: the formula; by default steps run torch's fused kernel where there is one (`xtf.optim.core.advance`).
 
     Returns:
         An optimizer with two tensors of state per parameter, in its dtype but at least float32 (`AdamState`).
@@ -44,4 +44,4 @@ def adamw(
         ValueError: adamw: lr must be a number in [0, inf), got -1.0
     """
     rate = as_schedule("adamw", lr)
-    return adam("adamw", betas, eps, weight_decay, mask, kernel, rate, last_rate(rate))
+    return adam("adamw", betas, eps, weight_decay, mask, kernel, rate, last_rate(rate), fused=kernel is adam_kernel)

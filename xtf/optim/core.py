@@ -7,6 +7,7 @@ tensors that `own` gave it: that is all there is to donation.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
@@ -34,12 +35,38 @@ class UpdateFn(Protocol):
     def __call__(self, grads: Tree, state: Any, params: Tree, placement: Placement = UNPLACED) -> tuple[Tree, Any]: ...
 
 
+class AdvanceFn(Protocol):
+    """``advance(grads, state, params, placement) -> (params, state)``: an update and `apply_updates` in one pass over memory.
+
+    The same to rounding. Where ``placement.donate``, the new parameters are in the old ones' memory; gradients are only read.
+    """
+
+    def __call__(self, grads: Tree, state: Any, params: Tree, placement: Placement = UNPLACED) -> tuple[Tree, Any]: ...
+
+
+@dataclass(frozen=True)
+class Fused:
+    """An `UpdateFn` with an `AdvanceFn`. They are one object, so that who replaces an optimizer's update replaces both.
+
+    Args:
+        update: the update.
+        advance: what `advance` does in its place.
+    """
+
+    update: UpdateFn
+    advance: AdvanceFn
+
+    def __call__(self, grads: Tree, state: Any, params: Tree, placement: Placement = UNPLACED) -> tuple[Tree, Any]:
+        """The update."""
+        return self.update(grads, state, params, placement)
+
+
 class Optimizer(NamedTuple):
     """An optimizer: three pure functions.
 
     Args:
         init: see `InitFn`.
-        update: see `UpdateFn`; its updates are added to the parameters (`apply_updates`).
+        update: see `UpdateFn`; its updates are added to the parameters (`apply_updates`), if it is not `Fused`.
         metrics: ``metrics(state) -> {name: value}``, values of shape (): what the last update used (``"lr"``), or what the first
             one will use, before it.
 
@@ -61,6 +88,22 @@ class Optimizer(NamedTuple):
     metrics: Callable[[Any], dict[str, Tensor]]
 
 
+def advance(optimizer: Optimizer, grads: Tree, state: Any, params: Tree, placement: Placement = UNPLACED) -> tuple[Tree, Any]:
+    """The parameters and the state after an update, in the fastest way that the optimizer has.
+
+    Example:
+        >>> import torch
+        >>> from xtf.optim import sgd
+        >>> params = {"w": torch.ones(2)}
+        >>> advance(sgd(lr=0.5), {"w": torch.ones(2)}, sgd(lr=0.5).init(params), params)[0]
+        {'w': tensor([0.5000, 0.5000])}
+    """
+    if isinstance(optimizer.update, Fused):
+        return optimizer.update.advance(grads, state, params, placement)
+    updates, state = optimizer.update(grads, state, params, placement)
+    return apply_updates(params, updates, placement), state
+
+
 def apply_updates(params: Tree, updates: Tree, placement: Placement = UNPLACED) -> Tree:
     """Parameters plus updates, leaf by leaf; in the parameters' memory where ``placement.donate``.
 
@@ -78,9 +121,28 @@ def apply_updates(params: Tree, updates: Tree, placement: Placement = UNPLACED) 
     def apply(path: Path, u: Tensor, p: Tensor) -> tuple[Tensor]:
         return ((p if placement.donate else p.clone()).add_(u),)
 
-    added, _ = leafwise(apply, updates, params)
-    pairs = zip(tree.leaves(params), tree.leaves(added), strict=True)
-    return tree.unflatten(params, [p if new is None else new for p, new in pairs])
+    return or_old(leafwise(apply, updates, params)[0], params)
+
+
+def placed_by(optimizer: Optimizer, change: Callable[[Placement], Placement]) -> Optimizer:
+    """The same optimizer, given a placement that is changed first."""
+
+    def init(params: Tree, placement: Placement = UNPLACED) -> Any:
+        return optimizer.init(params, change(placement))
+
+    def update(grads: Tree, state: Any, params: Tree, placement: Placement = UNPLACED) -> tuple[Tree, Any]:
+        return optimizer.update(grads, state, params, change(placement))
+
+    def advanced(grads: Tree, state: Any, params: Tree, placement: Placement = UNPLACED) -> tuple[Tree, Any]:
+        return advance(optimizer, grads, state, params, change(placement))
+
+    return optimizer._replace(init=init, update=Fused(update, advanced))
+
+
+def or_old(new: Tree, params: Tree) -> Tree:
+    """The new leaves, and where there is ``None`` the parameters."""
+    pairs = zip(tree.leaves(params), tree.leaves(new), strict=True)
+    return tree.unflatten(params, [old if one is None else one for old, one in pairs])
 
 
 def chain(*optimizers: Optimizer) -> Optimizer:
@@ -119,7 +181,13 @@ def chain(*optimizers: Optimizer) -> Optimizer:
             joined |= new
         return joined
 
-    return Optimizer(init, update, metrics)
+    def all_but_last(grads: Tree, state: tuple[Any, ...], params: Tree, placement: Placement = UNPLACED) -> tuple[Tree, tuple[Any, ...]]:
+        grads, states = chain(*optimizers[:-1]).update(grads, state[:-1], params, placement)
+        params, last = advance(optimizers[-1], grads, state[-1], params, placement)
+        return params, (*states, last)
+
+    fused = bool(optimizers) and isinstance(optimizers[-1].update, Fused)
+    return Optimizer(init, Fused(update, all_but_last) if fused else update, metrics)
 
 
 def partition(labels: Callable[[Path, Tensor], Hashable] | Tree, optimizers: Mapping[Any, Optimizer]) -> Optimizer:
