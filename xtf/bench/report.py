@@ -120,12 +120,12 @@ def draw(found: Results, path: str | Path) -> Path:
     colors = [BLUE if result.entry.library == "xtf" else ORANGE for result in found.results]
     axes.barh(names, medians, xerr=errors, color=colors, height=0.6, error_kw={"ecolor": INK, "elinewidth": 0.8, "capsize": 2})
     axes.axvline(tokens / found.floor, color=LINE, linewidth=1.0, linestyle="--")
-    axes.text(tokens / found.floor, -0.55, "floor ", ha="right", va="center", color=LINE, fontsize=9)
+    axes.text(tokens / found.floor, 0.97, "floor ", ha="right", va="top", color=LINE, fontsize=9, transform=axes.get_xaxis_transform())
     axes.invert_yaxis()
     axes.set_xlim(0, 1.05 * max(tokens / found.floor, *(high for _, high in ends)))
     axes.set_xlabel("tokens per second: median, least and most of all rounds", color=INK, fontsize=9)
     axes.grid(axis="y", visible=False)
-    axes.set_title(title(found).partition("\n")[0], loc="left", color=INK, fontsize=9)
+    axes.set_title(title(found).partition("\n")[0].replace("; ", ";\n"), loc="left", color=INK, fontsize=9)
     return write_png(figure, path)
 
 
