@@ -25,7 +25,7 @@ from torch import Tensor
 import xtf
 from tests import gloo, laws
 from xtf import optim, testing, tree
-from xtf.checkpoint import CheckpointError, latest, load_state, prune, remove_leftovers, save_state, shard_file, training
+from xtf.checkpoint import CheckpointError, latest, load_state, prune, remove_leftovers, save_state, saving, shard_file
 from xtf.checkpoint.training_index import read_index
 from xtf.checkpoint_map import Named
 from xtf.mesh import Mesh, simulate, split_batch
@@ -609,17 +609,17 @@ def no_disk(mesh: Mesh, folder: Path, rank: int) -> str:
     step = of_kinds(mesh)
     state = filled(step)
     save_state(step, state, folder / "a")
-    plain = training.write_shard
+    plain = saving.write_shard
 
-    def full(file: Path, blocks: Any) -> Any:
+    def full(file: Path, blocks: Any, *rest: Any) -> Any:
         if file.name == f"rank-{rank:05}.safetensors" and file.parent.name.startswith(".b."):
             plain(file, blocks[:3])
             raise OSError(errno.ENOSPC, "No space left on device")
-        return plain(file, blocks)
+        return plain(file, blocks, *rest)
 
     mesh["data"].barrier()
     if mesh.rank == rank:
-        training.write_shard = full
+        saving.write_shard = full
     mesh["data"].barrier()
     try:
         save_state(step, state, folder / "b")
@@ -628,7 +628,7 @@ def no_disk(mesh: Mesh, folder: Path, rank: int) -> str:
         return f"{type(error).__name__}: {error}"
     finally:
         if mesh.rank == rank:
-            training.write_shard = plain
+            saving.write_shard = plain
 
 
 @pytest.mark.parametrize("real", [False, True])
@@ -667,7 +667,7 @@ def test_a_failure_at_the_end_leaves_what_was_there(tmp_path: Path, monkeypatch:
     def fail(self: Any) -> None:
         raise error
 
-    monkeypatch.setattr(training.StateIndex, "write", fail)
+    monkeypatch.setattr(saving.StateIndex, "write", fail)
     with pytest.raises(type(error)):
         save_state(step, state, tmp_path / "a", extra={"old": 0})
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a", "latest"]

@@ -1,7 +1,7 @@
 """xtf trains very large sparse mixture-of-experts language models with plain functions and composable transforms."""
 
 from xtf import data, models, optim, testing, transforms, tree
-from xtf.checkpoint import CheckpointError, load, load_params, load_state, save, save_params, save_state
+from xtf.checkpoint import CheckpointError, StateSaver, load, load_newest_state, load_params, load_state, save, save_params, save_state
 from xtf.compile import compile
 from xtf.joint import keep
 from xtf.memory import fit_tokens
@@ -25,6 +25,7 @@ __all__ = [
     "Record",
     "Stage",
     "State",
+    "StateSaver",
     "TrainStep",
     "Transfer",
     "compile",
@@ -33,6 +34,7 @@ __all__ = [
     "fit_tokens",
     "keep",
     "load",
+    "load_newest_state",
     "load_params",
     "load_state",
     "mesh",
