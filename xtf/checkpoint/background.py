@@ -296,10 +296,12 @@ class _Work:
     def end(self, grace: float) -> None:
         """Finish within ``grace`` seconds, or drop it."""
         self._until = time.monotonic() + grace
-        if grace:
-            self.thread.join(grace)
-        self._dropped.set()
-        self.thread.join(GRACE)
+        try:
+            if grace:
+                self.thread.join(grace)
+        finally:  # a second signal ends the waiting
+            self._dropped.set()
+            self.thread.join(GRACE)
 
     def orphaned(self) -> None:
         """Nobody will wait for it any more: an error is printed."""
