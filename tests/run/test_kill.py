@@ -37,6 +37,7 @@ def check_killed(folder: Path, kills: int, seed: int) -> None:
     for kill in found:
         assert -signal.SIGKILL in kill["codes"] and None not in kill["codes"], kill  # no rank hangs when the other has died
         assert kill["after"] >= kill["before"], kill  # what latest named is never lost
+        assert kill["codes"][0] == -signal.SIGKILL or kill["hidden"] == [], kill  # the first rank, alive, drops what it cannot finish
         assert len(kill["hidden"]) <= 3, kill  # of one save, one removal and one pointer, whatever was left before
     assert [kill["before"] for kill in found] == sorted(kill["before"] for kill in found)
     assert sum(any(name.startswith(".step-") for name in kill["hidden"]) for kill in found) >= kills // 5  # inside a save

@@ -112,7 +112,7 @@ class StateSaver:
 
     def done(self) -> bool:
         """Whether nothing is under way: this rank's file is written, and on the first rank the whole checkpoint. Meets no other rank."""
-        return self._work is None or not self._work.thread.is_alive()
+        return self._work is None or self._work.over.is_set()
 
     def wait(self) -> None:
         """Wait until what is under way is in place. Every rank calls it; a failure of one rank is raised on all, once.
@@ -134,7 +134,7 @@ class StateSaver:
 
         def whole() -> tuple[None, None]:
             if not work.save.rank:
-                work.thread.join()  # it has a time-out
+                work.over.wait()  # it has a time-out
                 if work.error is not None:
                     raise work.error
             return None, None
@@ -191,6 +191,7 @@ class _Work:
         written: set when this rank's file is written, or failed.
         part_error: why it failed.
         error: why the whole failed; the first rank knows.
+        over: set when the thread is done. Nobody joins it: a signal that interrupts ``Thread.join`` may leave the thread marked as ended.
     """
 
     def __init__(self, save: Save, snapshot: Snapshot, timeout: float, then: Callable[[], object] | None) -> None:
@@ -200,7 +201,7 @@ class _Work:
         self.error: BaseException | None
         self._snapshot: Snapshot | None = snapshot
         self._dropped, self._until = threading.Event(), float("inf")
-        self._lock, self._over, self._alone = threading.Lock(), False, False
+        self.over, self._lock, self._alone = threading.Event(), threading.RLock(), False
         # Not a daemon: a program that ends lets it finish.
         self.thread = threading.Thread(target=self._run, name=f"saving {save.target.name}")
 
@@ -225,7 +226,7 @@ class _Work:
             else:
                 self._follow()
         with self._lock:
-            self._over = True
+            self.over.set()
             alone = self._alone
         if alone:
             self._say()
@@ -297,16 +298,15 @@ class _Work:
         """Finish within ``grace`` seconds, or drop it."""
         self._until = time.monotonic() + grace
         try:
-            if grace:
-                self.thread.join(grace)
-        finally:  # a second signal ends the waiting
+            self.over.wait(grace)
+        finally:  # a signal ends the waiting
             self._dropped.set()
-            self.thread.join(GRACE)
+            self.over.wait(GRACE)
 
     def orphaned(self) -> None:
         """Nobody will wait for it any more: an error is printed."""
         with self._lock:
-            self._alone, over = True, self._over
+            self._alone, over = True, self.over.is_set()
         if over:
             self._say()
 
