@@ -27,6 +27,7 @@ from tests import gloo, laws, testing_state
 from tests.testing_state import bits_of, run
 from xtf import testing
 from xtf.checkpoint import CheckpointError, StateSaver, background, latest, load_state, prune, save_state, saving, snapshot
+from xtf.checkpoint.shard_file import Block
 from xtf.mesh import Mesh, simulate, split_batch
 from xtf.step import TrainStep, compose, train_step
 from xtf.transforms import chunk_loss, expert_parallel, shard, swap_optimizer
@@ -170,11 +171,12 @@ def test_nothing_is_copied_where_nothing_is_overwritten(tmp_path: Path) -> None:
         state = step.init(0)
         with StateSaver(step) as saver:
             saver.save(state, tmp_path / "a")
-            held, kept = saver.held, {name: buffer.data_ptr() for name, buffer in saver._copies._buffers.items()}
+            saver.wait()
+            held, kept = saver.held, {name: buffer.data_ptr() for name, buffer in saver._buffers.items()}
             saver.save(state, tmp_path / "a")
         size = sum(leaf.nbytes for leaf in testing_state.tensors(state))
         assert held == (size if donate else 0)
-        assert {name: buffer.data_ptr() for name, buffer in saver._copies._buffers.items()} == kept  # one snapshot, used again
+        assert {name: buffer.data_ptr() for name, buffer in saver._buffers.items()} == kept  # one snapshot, used again
 
 
 def test_a_state_that_is_overwritten_all_the_same_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,6 +188,45 @@ def test_a_state_that_is_overwritten_all_the_same_is_noticed(tmp_path: Path, mon
         gate.set()
         with pytest.raises(CheckpointError, match=r"leaves of the state were overwritten while they were saved"):
             saver.wait()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("finite", [True, False])
+def test_an_update_waits_until_all_is_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, finite: bool) -> None:
+    """Also the update after a step that was skipped, whose state has the memory of the one before."""
+    gate, plain = threading.Event(), snapshot.copy_to
+
+    def copy_to(buffer: Tensor, value: Tensor) -> Tensor:
+        gate.wait(60)
+        return plain(buffer, value)
+
+    monkeypatch.setattr(snapshot, "copy_to", copy_to)
+    step = make_step(None, {"donate": True})
+    state = step.init(0)
+    batch = testing.random_batch(61) | {"loss_weights": torch.full((5, 13), 1.0 if finite else 1e308, dtype=torch.float64)}
+    saved = bits_of(state)
+    with StateSaver(step) as saver:
+        saver.save(state, tmp_path / "a")
+        state = state.replace(skipped=torch.tensor(0))  # of the same memory
+        threading.Timer(0.3, gate.set).start()
+        began = time.monotonic()
+        state, metrics = step(state, batch)
+        assert time.monotonic() - began > 0.25 and saver.waited > 0.1 and int(metrics["skipped"]) == (not finite)
+        state, _ = step(state, testing.random_batch(61))
+    assert bits_of(load_state(step, tmp_path / "a")[0]) == saved != bits_of(state)
+
+
+def test_memory_that_cannot_be_had_is_an_error_of_the_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def copy_to(buffer: Tensor, value: Tensor) -> Tensor:
+        raise MemoryError("no room")
+
+    monkeypatch.setattr(snapshot, "copy_to", copy_to)
+    step = make_step(None, {"donate": True})
+    saver, state = StateSaver(step), step.init(0)
+    saver.save(state, tmp_path / "a")
+    advance(step, None, state, 1)  # it does not wait for ever
+    with pytest.raises(MemoryError, match="no room"):
+        saver.wait()
     assert list(tmp_path.iterdir()) == []
 
 
@@ -492,7 +533,7 @@ def test_a_record_is_not_left_in_the_checkpoint(tmp_path: Path) -> None:
 
 
 def test_leaves_in_other_shapes_get_other_buffers() -> None:
-    copies = snapshot.HostCopies()
-    for value in (torch.ones(3), torch.ones(4), torch.ones(4, dtype=torch.float64), torch.ones(())):
-        taken = copies.take([snapshot.Block("a", tuple(value.shape), (0,), value)], copy=True)
-        assert bits_of(taken.blocks[0].value) == bits_of(value) and copies.held == value.nbytes
+    buffers: dict[str, Tensor] = {}
+    for value in (torch.ones(3), torch.ones(4), torch.ones(4, dtype=torch.float64), torch.ones(()), torch.ones(3, 2).T):
+        taken = snapshot.Snapshot([Block("a", tuple(value.shape), (0,), value)], copy=True, buffers=buffers).fill()
+        assert bits_of(taken[0].value) == bits_of(value) and taken[0].value is buffers["a"]

@@ -1,10 +1,10 @@
-"""Saving while training goes on: a snapshot, and a thread of each rank that writes it.
+"""Saving while training goes on: a snapshot, and a thread of each rank that takes and writes it.
 
 The threads take part in no collective, which would race with those of training. They meet through the folder they write: each rank
 leaves a small record beside its file (size and checksum, or what went wrong), and the first rank's thread waits for all of them before
 it puts the folder in place. Ranks learn how it ended in `StateSaver.wait`, which the main threads call together.
 
-The way is that of Mohan et al. 2021, "CheckFreq": training pauses for the snapshot, not for the disk.
+The way is that of Mohan et al. 2021, "CheckFreq": training never waits for the disk, and for copies only before it overwrites.
 """
 
 from __future__ import annotations
@@ -21,9 +21,11 @@ from pathlib import Path as FilePath
 from types import TracebackType
 from typing import Any
 
+from torch import Tensor
+
 from xtf.checkpoint.folder import CheckpointError
 from xtf.checkpoint.saving import Part, Save, Unseen, begin, finish, shard_name, write_part
-from xtf.checkpoint.snapshot import HostCopies, Snapshot
+from xtf.checkpoint.snapshot import Snapshot
 from xtf.checkpoint.together import together
 from xtf.checkpoint.training import everyone_of
 from xtf.state import State
@@ -36,9 +38,9 @@ GRACE = 30.0
 class StateSaver:
     """`xtf.save_state` while training goes on. Every rank makes one and calls its methods together.
 
-    Training pauses for a snapshot only. Where the step does not donate, states are never overwritten, and the snapshot is references:
-    nothing is copied, and the state stays in memory until it is written. Where it donates, or the state lies on an accelerator, what
-    this rank writes is copied to host memory that is kept for the next save. There is one save at a time: the next waits for it.
+    Where the step does not donate, states are never overwritten: nothing is copied, and the state stays in memory until it is written.
+    Where it donates, or the state lies on an accelerator, what this rank writes is copied to host memory that is kept for the next save.
+    This goes on while the next step computes; its update waits for the end of it. There is one save at a time: the next waits for it.
 
     As a context manager it waits in the end. Where the block ends with an exception, ranks may not meet any more: what is under way
     is given `GRACE` seconds to be finished, else it is dropped (after a ``KeyboardInterrupt`` at once); what the last save left
@@ -56,7 +58,7 @@ class StateSaver:
         >>> step = xtf.train_step(xtf.models.preset("tiny-moe"), xtf.optim.adamw(lr=1e-3))
         >>> folder, state = FilePath(tempfile.mkdtemp()), step.init(0)
         >>> with StateSaver(step) as saver:
-        ...     saver.save(state, folder / "step-0", extra={"at": 0})  # returns when the snapshot is taken
+        ...     saver.save(state, folder / "step-0", extra={"at": 0})  # returns at once
         >>> xtf.load_state(step, folder / "step-0")[1]
         {'at': 0}
     """
@@ -65,14 +67,21 @@ class StateSaver:
         if not isinstance(timeout, int | float) or isinstance(timeout, bool) or not 0 < timeout < float("inf"):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ValueError(f"StateSaver(timeout={timeout!r}): expected a positive number of seconds, as 600")
         self._step, self._timeout = step, float(timeout)
-        self._everyone, self._copies = everyone_of(step), HostCopies()
+        self._everyone, self._buffers = everyone_of(step), dict[str, Tensor]()
         self._work: _Work | None = None
+        self._snapshot: Snapshot | None = None
+        self._waited = 0.0
         self._unheard: Callable[[], object] = lambda: None
 
     @property
     def held(self) -> int:
-        """Bytes of host memory that are kept for snapshots."""
-        return self._copies.held
+        """Bytes of host memory that are kept for copies."""
+        return sum(buffer.nbytes for buffer in self._buffers.values())
+
+    @property
+    def waited(self) -> float:
+        """Seconds for which updates waited for copies, so far."""
+        return self._waited + (0.0 if self._snapshot is None else self._snapshot.waited)
 
     def save(
         self,
@@ -84,10 +93,10 @@ class StateSaver:
         update_latest: bool = True,
         then: Callable[[], object] | None = None,
     ) -> None:
-        """Take a snapshot of a state and begin to write it; see `xtf.save_state` for the arguments and what is written.
+        """Begin to save a state as it is now; see `xtf.save_state` for the arguments and what is written.
 
         Args:
-            state: this rank's state; training may go on with it, and donate it, when this returns.
+            state: this rank's state; the step may be called with it, and donate it, when this returns.
             path, extra, tokenizer_from, update_latest: as in `xtf.save_state`.
             then: called by the first rank's thread when the checkpoint is in place, as to `xtf.checkpoint.prune` older ones. It must
                 not meet other ranks; an error of it is one of the save.
@@ -97,18 +106,22 @@ class StateSaver:
             CheckpointError, ValueError, OSError: as `xtf.save_state`, for what is known before anything is written.
         """
         self.wait()
+        donate = self._step.compilation.donate
         save, snapshot = begin(
             self._step,
             state,
             path,
-            lambda blocks: self._copies.take(blocks, copy=self._step.compilation.donate),
+            lambda blocks: Snapshot(blocks, copy=donate, buffers=self._buffers),
             extra=extra,
             tokenizer_from=tokenizer_from,
             update_latest=update_latest,
         )
+        self._waited, self._snapshot = self.waited, snapshot
         self._work = work = _Work(save, snapshot, self._timeout, then)
         self._unheard = weakref.finalize(self, work.orphaned).detach
         work.thread.start()
+        if donate:
+            state.hold(snapshot.before_overwriting)
 
     def done(self) -> bool:
         """Whether nothing is under way: this rank's file is written, and on the first rank the whole checkpoint. Meets no other rank."""
@@ -199,7 +212,7 @@ class _Work:
         self.written, self.part_error, self.error = threading.Event(), None, None
         self.part_error: BaseException | None
         self.error: BaseException | None
-        self._snapshot: Snapshot | None = snapshot
+        self._snapshot = snapshot
         self._dropped, self._until = threading.Event(), float("inf")
         self.over, self._lock, self._alone = threading.Event(), threading.RLock(), False
         # Not a daemon: a program that ends lets it finish.
@@ -211,7 +224,7 @@ class _Work:
             part = self._write()
         except BaseException as error:
             self.part_error = error
-        self._snapshot = None  # the memory is free
+        self._snapshot.drop()
         if self.save.rank:
             self._tell(part)
         self.written.set()
@@ -232,11 +245,8 @@ class _Work:
             self._say()
 
     def _write(self) -> Part:
-        snapshot = self._snapshot
-        assert snapshot is not None
-        snapshot.settle()
-        part = write_part(self.save, snapshot.blocks, self._go_on)
-        snapshot.check()
+        part = write_part(self.save, self._snapshot.fill(), self._go_on)
+        self._snapshot.check()
         return part
 
     def _go_on(self) -> None:
