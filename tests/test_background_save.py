@@ -231,6 +231,24 @@ def test_memory_that_cannot_be_had_is_an_error_of_the_save(tmp_path: Path, monke
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_thread_that_cannot_be_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = threading.Thread.start
+
+    def start(self: threading.Thread) -> None:
+        if self.name.startswith("saving "):
+            raise RuntimeError("can't start new thread")
+        plain(self)
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    step = make_step(None, {"donate": True})
+    saver, state = StateSaver(step), step.init(0)
+    saver.save(state, tmp_path / "a")
+    advance(step, None, state, 1)
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        saver.wait()
+    assert saver.done() and list(tmp_path.iterdir()) == []
+
+
 def test_one_save_at_a_time_and_then(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     step, seen = make_step(None, {}), list[tuple[list[str], bool]]()
     here = threading.get_ident()
@@ -341,6 +359,7 @@ def test_a_rank_that_never_comes_is_named(tmp_path: Path, monkeypatch: pytest.Mo
     def lost(self: Any) -> None:
         if self.save.rank == 1:
             self.written.set()  # as if its record were on another file system
+            self.over.set()
         else:
             plain(self)
 

@@ -119,7 +119,11 @@ class StateSaver:
         self._waited, self._snapshot = self.waited, snapshot
         self._work = work = _Work(save, snapshot, self._timeout, then)
         self._unheard = weakref.finalize(self, work.orphaned).detach
-        work.thread.start()
+        try:
+            work.thread.start()
+        except RuntimeError as error:  # no thread is left: as any failure, it is raised when ranks meet
+            work.fail(error)
+            return
         if donate:
             state.hold(snapshot.before_overwriting)
 
@@ -312,6 +316,15 @@ class _Work:
         finally:  # a signal ends the waiting
             self._dropped.set()
             self.over.wait(GRACE)
+
+    def fail(self, error: BaseException) -> None:
+        """End before anything was written."""
+        self.part_error = error
+        if not self.save.rank:
+            self.save.drop()
+        self._snapshot.drop()
+        self.written.set()
+        self.over.set()
 
     def orphaned(self) -> None:
         """Nobody will wait for it any more: an error is printed."""

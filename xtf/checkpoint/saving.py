@@ -157,8 +157,8 @@ def begin(
         _check_extra(kept)
         tokenizer, config = tokenizer_files(tokenizer_from) if not rank else [], config_of(step)
         if not rank:
-            whole = STATE if (target / STATE).exists() else shard_name(0)  # one whose index is lost may be replaced too
-            check_replaceable(target, "training checkpoint", whole, lambda name: name.startswith("rank-"))
+            lost = (target / shard_name(0)).exists() and not (target / STATE).exists()  # one whose index is lost may be replaced too
+            check_replaceable(target, "training checkpoint", shard_name(0) if lost else STATE, lambda name: name.startswith("rank-"))
         taken = take(own.blocks)
         if not rank:
             try:
