@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import long_sequence, swap_activations
+from benchmarks import checkpoint, long_sequence, swap_activations
 
 
 def test_swap_activations(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -37,6 +37,21 @@ def test_long_sequence(real_inputs: Path, tmp_path: Path) -> None:
     plain, again, chunked = figures["bytes"].values()
     assert plain > again > chunked
     assert abs(figures["loss"] - math.log(151_936)) < 0.5
+
+
+def test_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "figures.json"
+    checkpoint.main(["--megabytes", "2", "--hidden", "64", "--rounds", "1", "--folder", str(tmp_path), "--json", str(out)])
+    figures = json.loads(out.read_text())
+    assert 1e6 < figures["bytes"] < 3e6 and len(figures["saves"]) == 7
+    assert all(0 < row["pause"] <= row["total"] for row in figures["saves"].values())
+    ours, theirs, default = figures["damage"].values()
+    assert {row["untouched"] for row in (ours, theirs, default)} == {"loads what was saved"}
+    missing, flipped = "a file missing (parameters are loaded)", "a bit flipped"
+    assert ours[missing].startswith("error") and ours[flipped].startswith("error") and default[missing].startswith("error")
+    assert all("are not what was saved" in said for said in (theirs[missing], theirs[flipped], default[flipped]))  # why xtf verifies
+    assert "xtf.StateSaver, donated" in capsys.readouterr().out
+    assert [path.name for path in tmp_path.iterdir()] == ["figures.json"]
 
 
 @pytest.mark.full

@@ -25,7 +25,7 @@ from torch import Tensor
 import xtf
 from tests import gloo, laws
 from xtf import optim, testing, tree
-from xtf.checkpoint import CheckpointError, latest, load_state, prune, remove_leftovers, save_state, shard_file, training
+from xtf.checkpoint import CheckpointError, latest, load_newest_state, load_state, prune, remove_leftovers, save_state, saving, shard_file
 from xtf.checkpoint.training_index import read_index
 from xtf.checkpoint_map import Named
 from xtf.mesh import Mesh, simulate, split_batch
@@ -609,17 +609,17 @@ def no_disk(mesh: Mesh, folder: Path, rank: int) -> str:
     step = of_kinds(mesh)
     state = filled(step)
     save_state(step, state, folder / "a")
-    plain = training.write_shard
+    plain = saving.write_shard
 
-    def full(file: Path, blocks: Any) -> Any:
+    def full(file: Path, blocks: Any, *rest: Any) -> Any:
         if file.name == f"rank-{rank:05}.safetensors" and file.parent.name.startswith(".b."):
             plain(file, blocks[:3])
             raise OSError(errno.ENOSPC, "No space left on device")
-        return plain(file, blocks)
+        return plain(file, blocks, *rest)
 
     mesh["data"].barrier()
     if mesh.rank == rank:
-        training.write_shard = full
+        saving.write_shard = full
     mesh["data"].barrier()
     try:
         save_state(step, state, folder / "b")
@@ -628,7 +628,7 @@ def no_disk(mesh: Mesh, folder: Path, rank: int) -> str:
         return f"{type(error).__name__}: {error}"
     finally:
         if mesh.rank == rank:
-            training.write_shard = plain
+            saving.write_shard = plain
 
 
 @pytest.mark.parametrize("real", [False, True])
@@ -667,7 +667,7 @@ def test_a_failure_at_the_end_leaves_what_was_there(tmp_path: Path, monkeypatch:
     def fail(self: Any) -> None:
         raise error
 
-    monkeypatch.setattr(training.StateIndex, "write", fail)
+    monkeypatch.setattr(saving.StateIndex, "write", fail)
     with pytest.raises(type(error)):
         save_state(step, state, tmp_path / "a", extra={"old": 0})
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a", "latest"]
@@ -762,6 +762,97 @@ def test_what_is_not_complete_is_passed_over_and_said(tmp_path: Path) -> None:
         warnings.simplefilter("always")
         assert latest(tmp_path) == tmp_path / "step-1"
     assert any("step-2/state.json is not valid JSON" in str(w.message) for w in seen)
+
+
+# The newest that can be used
+
+
+def some_saves_of_two(folder: Path, *steps: int) -> None:
+    def write(mesh: Mesh) -> None:
+        step = of_kinds(mesh, optim.sgd(lr=0.1), {"w": spec(64, 4)})
+        for n in steps:
+            save_state(step, step.init(n).replace(step=torch.tensor(n)), folder / f"step-{n}", extra={"n": n})
+
+    simulate(write, data=2, copies=1)
+
+
+def newest(folder: Path, ranks: int = 2) -> list[tuple[int, str, tuple[str, ...]] | str | None]:
+    """What each rank is given: the step, the folder and the reasons; or the error."""
+
+    def read(mesh: Mesh) -> Any:
+        step = of_kinds(mesh, optim.sgd(lr=0.1), {"w": spec(64, 4)})
+        try:
+            found = load_newest_state(step, folder)
+        except CheckpointError as error:
+            return str(error)
+        if found is None:
+            return None
+        assert found.extra == {"n": int(found.state.step)} and same_bits(found.state.params, step.init(found.extra["n"]).params)
+        return int(found.state.step), found.path.name, found.passed
+
+    return simulate(read, data=ranks, copies=1)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_damage_that_one_rank_reads_makes_all_take_an_older_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
+    monkeypatch.setattr(shard_file, "SEGMENT", 64)
+    some_saves_of_two(tmp_path, 1, 2, 3)
+    assert newest(tmp_path) == [(3, "step-3", ())] * 2
+    flip(-1)(tmp_path / "step-3" / f"rank-0000{rank}.safetensors")
+    for found in newest(tmp_path):
+        assert isinstance(found, tuple) and found[:2] == (2, "step-2") and len(found[2]) == 1
+        assert re.search(rf"step-3 is passed over: .*rank-0000{rank}.safetensors has other bytes than were written", found[2][0])
+
+
+def test_files_that_are_missing_and_damage_in_a_row(tmp_path: Path) -> None:
+    some_saves_of_two(tmp_path, 1, 2, 3, 4, 5)
+    (tmp_path / "step-5" / "rank-00001.safetensors").unlink()
+    flip(-3)(tmp_path / "step-4" / "rank-00000.safetensors")
+    flip(-2)(tmp_path / "step-3" / "config.json")
+    (tmp_path / "step-2" / "state.json").unlink()
+    said = (
+        "latest names step-5.*rank-00001.safetensors is missing",
+        "it has no state.json",
+        "step-4 is passed over",
+        "step-3 is passed over",
+    )
+    for found in newest(tmp_path):
+        assert isinstance(found, tuple) and found[:2] == (1, "step-1")
+        assert len(found[2]) == 4 and all(re.search(what, reason) for what, reason in zip(said, found[2], strict=True)), found[2]
+    truncate(tmp_path / "step-1" / "rank-00000.safetensors")
+    for message in newest(tmp_path):
+        assert (
+            isinstance(message, str)
+            and f"no state in {tmp_path} can be used: " in message
+            and "remove that folder to begin anew" in message
+        )
+        assert all(f"step-{n}" in message for n in (1, 2, 3, 4, 5)) and message.count("; ") >= 4
+    # what is damaged is replaced by the next save of that step, also where its index is lost
+    some_saves_of_two(tmp_path, 2, 5)
+    assert newest(tmp_path) == [(5, "step-5", ())] * 2
+
+
+def test_no_checkpoint_and_one_of_another_model(tmp_path: Path) -> None:
+    assert newest(tmp_path) == newest(tmp_path / "nowhere") == [None, None]
+    some_saves_of_two(tmp_path, 1)
+    step = of_kinds(None)
+    save_state(step, filled(step), tmp_path / "step-2")  # sound, but of another model: nothing older is taken in its place
+    for message in newest(tmp_path):
+        assert isinstance(message, str) and "is not of this step" in message
+
+
+def test_a_disk_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    some_saves_of_two(tmp_path, 1, 2)
+    plain = os.pread
+
+    def pread(fd: int, count: int, offset: int) -> bytes:
+        if "step-2" in os.readlink(f"/proc/self/fd/{fd}"):
+            raise OSError(errno.EIO, "Input/output error")
+        return plain(fd, count, offset)
+
+    monkeypatch.setattr(os, "pread", pread)
+    for found in newest(tmp_path):
+        assert isinstance(found, tuple) and found[0] == 1 and "Input/output error" in found[2][0]
 
 
 def test_a_save_that_is_not_to_be_the_latest(tmp_path: Path) -> None:

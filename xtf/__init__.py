@@ -2,7 +2,7 @@
 
 from xtf import data, models, optim, testing, transforms, tree
 from xtf.allocator import keep_freed_memory
-from xtf.checkpoint import CheckpointError, load, load_params, load_state, save, save_params, save_state
+from xtf.checkpoint import CheckpointError, StateSaver, load, load_newest_state, load_params, load_state, save, save_params, save_state
 from xtf.compile import compile
 from xtf.joint import keep
 from xtf.memory import fit_tokens
@@ -26,6 +26,7 @@ __all__ = [
     "Record",
     "Stage",
     "State",
+    "StateSaver",
     "TrainStep",
     "Transfer",
     "compile",
@@ -35,6 +36,7 @@ __all__ = [
     "keep",
     "keep_freed_memory",
     "load",
+    "load_newest_state",
     "load_params",
     "load_state",
     "mesh",

@@ -12,7 +12,7 @@ import secrets
 import shutil
 import sys
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -46,7 +46,7 @@ def write_atomically(path: str | os.PathLike[str]) -> Generator[BinaryIO, None, 
     except BaseException as error:
         beside.unlink(missing_ok=True)
         if isinstance(error, OSError):
-            raise _naming(error, target) from error
+            raise naming(error, target) from error
         raise
     _fsync(target.parent)
 
@@ -71,23 +71,48 @@ def folder_atomically(path: str | os.PathLike[str]) -> Generator[Path, None, Non
         (['run'], ['a.txt'])
     """
     target = Path(os.path.realpath(path))
+    beside: Path | None = None
+    try:
+        beside = folder_beside(target)
+        yield beside
+        put_in_place(beside, target)
+    except OSError as error:
+        raise naming(error, target) from error
+    finally:
+        if beside is not None:
+            shutil.rmtree(beside, ignore_errors=True)  # what was not finished, or what was replaced
+
+
+def folder_beside(target: Path) -> Path:
+    """An empty hidden folder beside ``target``, to be filled and given to `put_in_place` or `drop_folder`.
+
+    Raises:
+        OSError: if it cannot be made, or a file stands at ``target``.
+    """
     if target.exists() and not target.is_dir():
         raise NotADirectoryError(f"{target} is a file: a folder is to be written there; give another path or remove it")
     target.parent.mkdir(parents=True, exist_ok=True)
     beside = _sibling(target)
-    try:
-        beside.mkdir()
-        yield beside
-        for folder, _, files in os.walk(beside):
-            for name in files:
-                _fsync(Path(folder, name))
-            _fsync(Path(folder))
-        _put_in_place(beside, target)
-        _fsync(target.parent)
-    except OSError as error:
-        raise _naming(error, target) from error
-    finally:
-        shutil.rmtree(beside, ignore_errors=True)  # what was not finished, or what was replaced
+    beside.mkdir()
+    return beside
+
+
+def put_in_place(beside: Path, target: Path) -> None:
+    """Flush a folder to the disk and give it the name ``target``; what stood there is called ``beside`` afterwards."""
+    for folder, _, files in os.walk(beside):
+        for name in files:
+            _fsync(Path(folder, name))
+        _fsync(Path(folder))
+    _put_in_place(beside, target)
+    _fsync(target.parent)
+
+
+def drop_folder(beside: Path, target: Path) -> None:
+    """Remove a folder that `folder_beside` made. Others may still write into it: it is renamed first, so that they open no more files."""
+    gone = _sibling(target)
+    with suppress(OSError):
+        os.rename(beside, gone)
+    shutil.rmtree(gone, ignore_errors=True)
 
 
 def _put_in_place(new: Path, target: Path) -> None:
@@ -126,9 +151,9 @@ def _fsync(path: Path) -> None:
         os.close(fd)
 
 
-def _naming(error: OSError, target: Path) -> OSError:
+def naming(error: OSError, target: Path) -> OSError:
     """The same error, saying which target could not be written and that it is as it was."""
-    if error.errno is None:
+    if error.errno is None or error.filename == str(target):
         return error
     where = f" ({error.filename})" if error.filename else ""
     return OSError(error.errno, f"{error.strerror}{where} while writing; what stood there before is unchanged", str(target))

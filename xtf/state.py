@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import Tensor
@@ -25,10 +25,11 @@ class State:
         skipped: 0-dim int64 tensor.
     """
 
-    __slots__ = ("_donated", "_opt", "_params", "_skipped", "_step")
+    __slots__ = ("_before", "_donated", "_opt", "_params", "_skipped", "_step")
 
     def __init__(self, params: Tree, opt: Tree, step: Tensor, skipped: Tensor) -> None:
         self._params, self._opt, self._step, self._skipped, self._donated = params, opt, step, skipped, False
+        self._before: Callable[[], None] | None = None
 
     def _read(self, value: Any) -> Any:
         if self._donated:
@@ -58,6 +59,16 @@ class State:
         """Steps that changed nothing, because loss or gradients were not finite: 0-dim int64."""
         return self._read(self._skipped)
 
+    def hold(self, wait: Callable[[], None]) -> None:
+        """``wait`` is called before a step that donates overwrites this state: somebody reads it until then."""
+        self._before = wait
+
+    def release(self) -> None:
+        """Wait for who reads this state, see `hold`."""
+        if self._before is not None:
+            self._before()
+            self._before = None
+
     def donate(self) -> None:
         """Mark the memory as reused; every later reading of this object raises."""
         self._params = self._opt = None
@@ -65,7 +76,9 @@ class State:
 
     def replace(self, **changes: Any) -> State:
         """A state with some of ``params``, ``opt``, ``step``, ``skipped`` replaced."""
-        return State(**{"params": self.params, "opt": self.opt, "step": self.step, "skipped": self.skipped} | changes)
+        new = State(**{"params": self.params, "opt": self.opt, "step": self.step, "skipped": self.skipped} | changes)
+        new._before = self._before  # it shares the memory of the rest
+        return new
 
     def __repr__(self) -> str:
         if self._donated:

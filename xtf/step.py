@@ -319,6 +319,8 @@ class TrainStep:
         params, placed, run = state.params, self.placed(donate=donate), StepLoss(self, batch, record)
         metrics, grads = self._differentiate(params, run, record)
         metrics["grad_norm"] = placed.norm(grads)
+        if donate:
+            state.release()
         skipped = torch.zeros_like(state.skipped)
         if read((metrics["loss"] + metrics["grad_norm"]).isfinite(), lambda: torch.tensor(True)):
             params, opt = advance(self.optimizer, grads, state.opt, params, placed)

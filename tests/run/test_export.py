@@ -13,8 +13,7 @@ from torch import Tensor
 
 import xtf
 from xtf import cli, models, tree
-from xtf.checkpoint import load_leaves
-from xtf.checkpoint.training import save_state
+from xtf.checkpoint import load_leaves, save_state
 from xtf.run import export
 from xtf.run.export import ExportOptions, leaf_by_leaf, parse_bytes, run
 

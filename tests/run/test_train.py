@@ -282,6 +282,32 @@ def test_damaged_states_are_passed_over_or_refused(
     assert losses(both) == before
 
 
+def test_a_flipped_byte_is_found_when_a_run_goes_on(
+    inputs: Path, finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "flipped"
+    shutil.copytree(finished, out)
+    shutil.rmtree(out / "checkpoint")
+    newest = out / "checkpoints" / "step-00000006" / "rank-00000.safetensors"
+    data = bytearray(newest.read_bytes())
+    data[-100] ^= 1
+    newest.write_bytes(data)
+    assert cli.main(["train", "--out", str(out), "--resume"]) == 0
+    said = capsys.readouterr().err
+    assert "step-00000006 is passed over" in said and "checksum" in said and "going on after step 3 of 8" in said
+    assert losses(out) == losses(finished)
+
+
+def test_some_states_are_kept_for_good(inputs: Path, finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "kept"
+    more = ["--save-every", "1", "--keep", "1", "--keep-every", "3", "--wait-for-saves"]
+    assert cli.main(flags(inputs, out, *more)) == 0
+    assert sorted(path.name for path in (out / "checkpoints").iterdir()) == ["latest", *(f"step-0000000{n}" for n in (3, 6, 7))]
+    assert losses(out) == losses(finished)
+    assert cli.main(flags(inputs, tmp_path / "bad", "--save-every", "2", "--keep-every", "3")) == 2
+    assert "keep_every is 3, expected a multiple of save_every (2)" in capsys.readouterr().err
+
+
 def test_pretraining_text(inputs: Path, tmp_path: Path) -> None:
     out = tmp_path / "text"
     more = ["--data", str(inputs / "text.jsonl"), "--steps", "2", "--transforms", "chunk_loss,accumulate=2"]

@@ -40,6 +40,10 @@ class CheckpointError(ValueError):
         self.missing, self.extra, self.misshapen = tuple(missing), tuple(extra), tuple(misshapen)
 
 
+class Unfit(CheckpointError):
+    """A checkpoint that is sound, but of another model, optimizer or dtype."""
+
+
 class Described(Protocol):
     """What reading and writing need of a model; every `xtf.model.Model` has it."""
 

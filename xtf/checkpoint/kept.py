@@ -6,7 +6,7 @@ import os
 import re
 import shutil
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from xtf.checkpoint.folder import CheckpointError
@@ -33,22 +33,26 @@ def latest(folder: str | os.PathLike[str]) -> Path | None:
         >>> print(latest(tempfile.mkdtemp()))
         None
     """
-    folder = Path(folder)
+    return next(usable(Path(folder), lambda reason: warnings.warn(reason, RuntimeWarning, stacklevel=4)), None)
+
+
+def usable(folder: Path, tell: Callable[[str], None]) -> Iterator[Path]:
+    """The complete training checkpoints of a folder, in the order in which `latest` prefers them. ``tell`` is given the reason for each
+    that is passed over, before the next is yielded."""
     name = _pointed(folder)
     if name is not None:
         try:
             _step(folder / name)
-            return folder / name
+            yield folder / name
         except CheckpointError as error:
-            warnings.warn(f"{folder / LATEST} names {name}, which cannot be used: {error}", RuntimeWarning, stacklevel=2)
-    for step, path in reversed(_indexed(folder)):
+            tell(f"{folder / LATEST} names {name}, which cannot be used: {error}")
+    for step, path in reversed(_indexed(folder, tell)):
         if path.name != name:
             try:
                 _step(path)
-                return path
+                yield path
             except CheckpointError as error:
-                warnings.warn(f"the checkpoint of step {step} is passed over: {error}", RuntimeWarning, stacklevel=2)
-    return None
+                tell(f"the checkpoint of step {step} is passed over: {error}")
 
 
 def point_latest(path: Path) -> None:
@@ -80,7 +84,7 @@ def prune(folder: str | os.PathLike[str], *, keep_last: int, keep: Callable[[int
     folder = Path(folder)
     remove_leftovers(folder)
     protected, removed = latest(folder), list[Path]()
-    for step, path in _indexed(folder)[:-keep_last]:
+    for step, path in _indexed(folder, lambda reason: warnings.warn(reason, RuntimeWarning, stacklevel=4))[:-keep_last]:
         if path != protected and not (keep is not None and keep(step)):
             gone = path.with_name(f".{path.name}.{0:08x}.tmp")
             os.rename(path, gone)
@@ -89,13 +93,13 @@ def prune(folder: str | os.PathLike[str], *, keep_last: int, keep: Callable[[int
     return removed
 
 
-def remove_leftovers(folder: str | os.PathLike[str], name: str | None = None) -> list[Path]:
+def remove_leftovers(folder: str | os.PathLike[str], name: str | None = None, *, but: Path | None = None) -> list[Path]:
     """Remove what killed saves (and removals) left in a folder, or those of the checkpoint ``name`` only. One rank calls it, while no
-    save of them is under way. Returns what was removed."""
+    save of them is under way, but for one into the folder ``but``. Returns what was removed."""
     removed: list[Path] = []
     for path in sorted(Path(folder).iterdir()) if Path(folder).is_dir() else []:
         found = _LEFTOVER.fullmatch(path.name)
-        if found and name in (None, found[1]):
+        if found and name in (None, found[1]) and path != but:
             if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path)
             else:
@@ -113,15 +117,15 @@ def _pointed(folder: Path) -> str | None:
     return name if name and Path(name).name == name else None
 
 
-def _indexed(folder: Path) -> list[tuple[int, Path]]:
-    """The training checkpoints of a folder whose index can be read, by step. Those whose index cannot be read are told of."""
+def _indexed(folder: Path, tell: Callable[[str], None]) -> list[tuple[int, Path]]:
+    """The training checkpoints of a folder whose index can be read, by step. ``tell`` is given why others cannot."""
     found: list[tuple[int, Path]] = []
     for path in sorted(folder.iterdir()) if folder.is_dir() else []:
-        if (path / STATE).is_file() and not _LEFTOVER.fullmatch(path.name):
+        if ((path / STATE).is_file() or any(path.glob("rank-*.safetensors"))) and not _LEFTOVER.fullmatch(path.name):
             try:
                 found.append((read_index(path).step, path))
             except CheckpointError as error:
-                warnings.warn(f"a checkpoint is passed over: {error}", RuntimeWarning, stacklevel=3)
+                tell(f"a checkpoint is passed over: {error}")
     return sorted(found)
 
 

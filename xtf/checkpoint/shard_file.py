@@ -2,7 +2,8 @@
 
 A file is a safetensors file with one tensor for each block, under the name of its leaf. ``__metadata__`` says which block of which
 whole leaf it is, and has a CRC-32 of every `SEGMENT` bytes of the data. So a reader that needs a few rows reads those rows and the
-rest of the segments they lie in, and everything it uses is verified.
+rest of the segments they lie in, and everything it uses is verified. It also says where blocks begin in the way of
+``torch.distributed.checkpoint.HuggingFaceStorageReader``, which so reads these files (and verifies nothing).
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import json
 import math
 import os
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path as FilePath
 from typing import Any
@@ -47,8 +48,13 @@ class Written:
     crc32: int
 
 
-def write_shard(file: FilePath, blocks: Sequence[Block]) -> Written:
+def write_shard(file: FilePath, blocks: Sequence[Block], between: Callable[[], None] = lambda: None) -> Written:
     """Write blocks to a new file and flush it to the disk. Of blocks on other devices one at a time is copied to the host.
+
+    Args:
+        file: the file.
+        blocks: one for each leaf, at most.
+        between: called before each block; what it raises ends the writing.
 
     Raises:
         OSError: if it cannot be written; what is there of the file is left to the caller.
@@ -59,6 +65,7 @@ def write_shard(file: FilePath, blocks: Sequence[Block]) -> Written:
     with open(file, "xb") as out:
         out.write(_header(ordered, [0] * -(-size // SEGMENT)))
         for block in ordered:
+            between()
             flat = block.value.detach().to("cpu").contiguous().reshape(-1)
             data = flat.view(torch.uint8).numpy().data
             sums.update(data)
@@ -77,15 +84,21 @@ def _header(blocks: Sequence[Block], sums: Sequence[int]) -> bytes:
         "segment": SEGMENT,
         "crc32": "".join(f"{crc:08x}" for crc in sums),
     }
-    entries: dict[str, object] = {"__metadata__": {"format": "pt", "xtf": json.dumps(about, separators=(",", ":"))}}
+    offsets = {block.name: {"saved_offsets": list(block.start)} for block in blocks}
+    metadata = {"format": "pt", "xtf": _json(about), "DCP_SHARDING_INFO": _json(offsets)}
+    entries: dict[str, object] = {"__metadata__": metadata}
     offset = 0
     for block in blocks:
         end = offset + block.value.nbytes
         entries[block.name] = {"dtype": DTYPES[block.value.dtype], "shape": list(block.value.shape), "data_offsets": [offset, end]}
         offset = end
-    text = json.dumps(entries, separators=(",", ":")).encode()
+    text = _json(entries).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
+
+
+def _json(value: object) -> str:
+    return json.dumps(value, separators=(",", ":"))
 
 
 class _Checksums:

@@ -5,34 +5,32 @@ blocks it needs. In between stands only what `xtf.checkpoint.training_index` des
 
 1. `own_blocks` says what this rank writes. It runs on this rank alone and copies nothing.
 2. `xtf.checkpoint.shard_file.write_shard` writes it. It runs on this rank alone, on blocks on any device.
-3. `save_state` makes the folder before, and puts it in place after; these are the moments at which ranks meet.
+3. `xtf.checkpoint.saving` makes the folder before, and puts it in place after: `save_state` while training waits, and
+   `xtf.checkpoint.background` while it goes on.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import shutil
 from collections.abc import Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path as FilePath
-from typing import Any
+from typing import Any, NamedTuple
 
 import optree
 import torch
 from torch import Tensor
 
 from xtf import tree
-from xtf.checkpoint.folder import CONFIG, CheckpointError, leaf_specs, read_json
-from xtf.checkpoint.kept import point_latest, remove_leftovers
-from xtf.checkpoint.shard_file import Block, Written, crc32_of, write_shard
+from xtf.checkpoint.folder import CONFIG, CheckpointError, Unfit, leaf_specs, read_json
+from xtf.checkpoint.kept import usable
+from xtf.checkpoint.shard_file import Block
 from xtf.checkpoint.together import together
-from xtf.checkpoint.training_index import PARAMS, STATE, Leaf, StateIndex, read_index, report
-from xtf.checkpoint.writing import DTYPES, check_replaceable, config_json, tokenizer_files
+from xtf.checkpoint.training_index import PARAMS, Leaf, StateIndex, read_index, report
+from xtf.checkpoint.writing import DTYPES, config_json
 from xtf.checkpoint_map import Range
 from xtf.collectives import Axis
-from xtf.files import folder_atomically
 from xtf.placement import Placement
 from xtf.state import State
 from xtf.step import TrainStep
@@ -53,90 +51,8 @@ class OwnBlocks:
     records: dict[str, str]
 
 
-def save_state(
-    step: TrainStep,
-    state: State,
-    path: str | os.PathLike[str],
-    *,
-    extra: Mapping[str, Any] | None = None,
-    tokenizer_from: str | os.PathLike[str] | None = None,
-    update_latest: bool = True,
-) -> None:
-    """Write the whole state of training into a folder. Every rank calls it; each writes its own blocks.
-
-    What is written is what the ranks hold, in the dtypes in which they hold it: a run that loads it goes on with the same bits, on
-    this layout or another one. What replicas hold is written once, the work spread over them. One block at a time is copied to the
-    host. The folder also has a ``config.json``, so that `xtf.models.from_hf` reads it, and `xtf.load` takes its parameters.
-
-    It is written beside ``path``, flushed and renamed when it is complete; then the file ``latest`` in the folder that it stands in
-    is made to name it. A kill at any moment leaves the old ``latest`` and what it names, and perhaps a hidden folder that
-    `xtf.checkpoint.prune` removes, as does the next save to this path. An error on one rank is an error on all, and leaves what
-    stood at ``path`` before.
-
-    Args:
-        step: the step whose state it is.
-        state: this rank's state.
-        path: the folder to write, on a file system that all ranks share: a new one, an empty one, or a training checkpoint, which is
-            replaced.
-        extra: JSON values to keep with it (where in the data the run is, its seed), the same on all ranks.
-        tokenizer_from: a folder from which the tokenizer's files are copied.
-        update_latest: whether ``latest`` is made to name it.
-
-    Raises:
-        CheckpointError: if another kind of folder stands at ``path``, ``tokenizer_from`` has no tokenizer, or another rank failed.
-        ValueError: if ``extra`` would not be the same after reading, the state is not this step's, or the optimizer's state has
-            leaves that are no tensors, or that are placed like no parameter and differ on the ranks.
-        OSError: on a rank that cannot write.
-    """
-    everyone, target = _everyone(step), FilePath(os.path.realpath(path))
-    kept = dict(extra or {})
-    rank = 0 if everyone is None else everyone.index
-    said = f"the training checkpoint {target} was not written"
-
-    with ExitStack() as stack:
-
-        def begin() -> tuple[OwnBlocks, str]:
-            own = own_blocks(step, state)
-            _check_extra(kept)
-            if rank:
-                return own, ""
-            check_replaceable(target, "training checkpoint", STATE, lambda name: name.startswith("rank-"))
-            tokenizer = tokenizer_files(tokenizer_from)
-            remove_leftovers(target.parent, target.name)
-            beside = stack.enter_context(folder_atomically(target))
-            (beside / CONFIG).write_text(json.dumps(_config(step), indent=2) + "\n", encoding="utf-8")
-            for file in tokenizer:
-                shutil.copyfile(file, beside / file.name)
-            return own, beside.name
-
-        own, names = together(everyone, step.device, said, begin)
-        beside = target.with_name(names[0])
-
-        def write() -> tuple[None, list[int] | None]:
-            if not own.blocks:
-                return None, None
-            if not beside.is_dir():
-                raise CheckpointError(f"{target.parent} of the first rank is not seen here: save to a file system that all ranks share")
-            written = write_shard(beside / _shard(rank), own.blocks)
-            return None, [written.bytes, written.crc32]
-
-        _, parts = together(everyone, step.device, said, write)
-
-        def finish() -> tuple[None, None]:
-            if not rank:
-                others = {file.name: crc32_of(file) for file in sorted(beside.iterdir()) if file.suffix != ".safetensors"}
-                shards = {_shard(i): Written(*part) for i, part in enumerate(parts) if part is not None}
-                StateIndex(beside, int(state.step), kept, own.leaves, own.records, shards, others).write()
-                stack.close()  # the folder takes its place
-                if update_latest:
-                    point_latest(target)
-            return None, None
-
-        together(everyone, step.device, said, finish)
-
-
 def load_state(step: TrainStep, path: str | os.PathLike[str]) -> tuple[State, dict[str, Any]]:
-    """The state that `save_state` wrote, placed as this step places it. Every rank calls it.
+    """The state that `xtf.save_state` wrote, placed as this step places it. Every rank calls it.
 
     Each rank reads the blocks it needs, to the nearest MiB, whatever layout wrote them. The bits are those that were saved. Sizes of
     all files are checked, and checksums (CRC-32, about 2 GB/s) of all that is read: damage by accident does not go unseen; against a
@@ -149,33 +65,97 @@ def load_state(step: TrainStep, path: str | os.PathLike[str]) -> tuple[State, di
         CheckpointError: if a file is missing or damaged; if it is of another model (fields of the config are named) or optimizer, or
             stored in other dtypes (leaves are named); or if another rank failed.
     """
-    everyone = _everyone(step)
-
-    def read() -> tuple[tuple[State, dict[str, Any]], None]:
-        index = read_index(path)
-        index.check_files(contents=True)
-        empty = _abstract(step)
-        names, records = _named(empty)
-        wanted, leaves = dict[str, tuple[list[Range], Tensor]](), dict[str, Leaf]()
-        for name, leaf in zip(names, tree.leaves(empty), strict=True):
-            if leaf is not None:
-                ranges, leaves[name] = _ranges(step, name, leaf)
-                device = step.device if leaf.is_meta else leaf.device
-                wanted[name] = ranges, torch.empty(leaf.shape, dtype=leaf.dtype, device=device)
-        _check_fits(step, index, leaves, records)
-        index.read(wanted)
-        state: State = tree.unflatten(empty, [wanted[name][1] if name in wanted else None for name in names])
-        return (state, dict(index.extra)), None
-
-    loaded, _ = together(everyone, step.device, f"the training checkpoint {os.fspath(path)} was not loaded", read)
+    said = f"the training checkpoint {os.fspath(path)} was not loaded"
+    loaded, _ = together(everyone_of(step), step.device, said, lambda: (_read(step, path), None))
     return loaded
+
+
+class Newest(NamedTuple):
+    """What `load_newest_state` found.
+
+    Args:
+        state: the state.
+        extra: what was kept with it.
+        path: the folder it was read from.
+        passed: why newer ones were not used, one text for each.
+    """
+
+    state: State
+    extra: dict[str, Any]
+    path: FilePath
+    passed: tuple[str, ...]
+
+
+def load_newest_state(step: TrainStep, folder: str | os.PathLike[str]) -> Newest | None:
+    """The state of the newest training checkpoint of a folder that is sound to the last byte. Every rank calls it.
+
+    The order is that of `xtf.checkpoint.latest`: what the file ``latest`` names, then from the highest step down. One of which a file
+    is missing or damaged is passed over, on all ranks if any of them finds it so.
+
+    Returns:
+        The state, and which were passed over; ``None`` where the folder has no training checkpoint.
+
+    Raises:
+        CheckpointError: if there are some and none can be used, with all reasons, or if one is sound but of another model or optimizer.
+    """
+    everyone, folder = everyone_of(step), FilePath(folder)
+    said = f"no state in {folder} was loaded"
+
+    def look() -> tuple[None, list[list[str]]]:
+        found: list[list[str]] = []
+        if everyone is None or not everyone.index:
+            found += (["use", path.name] for path in usable(folder, lambda reason: found.append(["pass", reason])))
+        return None, found
+
+    entries, passed = together(everyone, step.device, said, look)[1][0], list[str]()
+    for kind, text in entries:
+        if kind == "pass":
+            passed.append(text)
+            continue
+        path = folder / text
+
+        def read(path: FilePath = path) -> tuple[tuple[State, dict[str, Any]] | None, str | None]:
+            try:
+                return _read(step, path), None
+            except Unfit:
+                raise
+            except (CheckpointError, OSError) as error:
+                return None, f"{path.name} is passed over: {error}"
+
+        loaded, reasons = together(everyone, step.device, said, read)
+        damage = next((reason for reason in reasons if reason is not None), None)
+        if loaded is not None and damage is None:
+            return Newest(*loaded, path, tuple(passed))
+        del loaded  # before the next one takes memory
+        passed.append(str(damage))
+    if not passed:
+        return None
+    raise CheckpointError(f"no state in {folder} can be used: {'; '.join(passed)}. Nothing was changed; remove that folder to begin anew")
+
+
+def _read(step: TrainStep, path: str | os.PathLike[str]) -> tuple[State, dict[str, Any]]:
+    """This rank's part of a state, and what was kept with it. No rank meets another."""
+    index = read_index(path)
+    index.check_files(contents=True)
+    empty = _abstract(step)
+    names, records = _named(empty)
+    wanted, leaves = dict[str, tuple[list[Range], Tensor]](), dict[str, Leaf]()
+    for name, leaf in zip(names, tree.leaves(empty), strict=True):
+        if leaf is not None:
+            ranges, leaves[name] = _ranges(step, name, leaf)
+            device = step.device if leaf.is_meta else leaf.device
+            wanted[name] = ranges, torch.empty(leaf.shape, dtype=leaf.dtype, device=device)
+    _check_fits(step, index, leaves, records)
+    index.read(wanted)
+    state: State = tree.unflatten(empty, [wanted[name][1] if name in wanted else None for name in names])
+    return state, dict(index.extra)
 
 
 def own_blocks(step: TrainStep, state: State) -> OwnBlocks:
     """What this rank writes of a state: no rank meets another here, and nothing is copied.
 
     Raises:
-        ValueError: as for `save_state`.
+        ValueError: as for `xtf.save_state`.
     """
     names, records = _named(state)
     blocks, leaves = list[Block](), dict[str, Leaf]()
@@ -225,7 +205,7 @@ def _ranges(step: TrainStep, name: str, value: Tensor) -> tuple[list[Range], Lea
 
 def _writes(step: TrainStep, placement: Placement | None, at: int) -> bool:
     """Whether this rank writes its block of leaf number ``at``: one of those that hold the same, in turn."""
-    everyone = _everyone(step)
+    everyone = everyone_of(step)
     if everyone is None:
         return True
     mesh, index, count = everyone.mesh, 0, 1
@@ -235,7 +215,7 @@ def _writes(step: TrainStep, placement: Placement | None, at: int) -> bool:
     return index == at % count
 
 
-def _everyone(step: TrainStep) -> Axis | None:
+def everyone_of(step: TrainStep) -> Axis | None:
     """All ranks of the step's mesh; ``None`` if it has none."""
     axes = (*step.token_axes, *step.owned.values(), *step.sharding.axes, *step.sharding.replicate)
     return axes[0].mesh.join(*axes[0].mesh) if axes else None
@@ -270,7 +250,7 @@ def _named(state: State) -> tuple[list[str], dict[str, str]]:
 
 def _check_fits(step: TrainStep, index: StateIndex, leaves: Mapping[str, Leaf], records: Mapping[str, str]) -> None:
     """Raise one error that names everything in which the checkpoint is not this step's."""
-    config, own = read_json(index.folder / CONFIG, "is not complete"), json.loads(json.dumps(_config(step)))
+    config, own = read_json(index.folder / CONFIG, "is not complete"), json.loads(json.dumps(config_of(step)))
     fields = [
         f"{key}: {config.get(key, 'nothing')!r} in the checkpoint, {own.get(key, 'nothing')!r} in the model"
         for key in sorted(config.keys() | own.keys())
@@ -299,21 +279,9 @@ def _check_fits(step: TrainStep, index: StateIndex, leaves: Mapping[str, Leaf], 
         "leaves of another shape or dtype": list(misshapen.values()),
     }
     message = "\n".join([f"the training checkpoint {index.folder} is not of this step:{report(rows)}", *hints])
-    raise CheckpointError(message, missing=missing, extra=extra, misshapen=list(misshapen))
+    raise Unfit(message, missing=missing, extra=extra, misshapen=list(misshapen))
 
 
-def _config(step: TrainStep) -> dict[str, object]:
+def config_of(step: TrainStep) -> dict[str, object]:
+    """The ``config.json`` of a step's model."""
     return config_json(step.model, leaf_specs(step.model))
-
-
-def _check_extra(extra: Mapping[str, Any]) -> None:
-    try:
-        same = json.loads(json.dumps(extra)) == extra
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"extra cannot be written as JSON ({error}): give dicts of strings, lists, numbers, strings") from None
-    if not same:
-        raise ValueError(f"extra would be another after reading: {extra!r} is not made of dicts of strings, lists, numbers and strings")
-
-
-def _shard(rank: int) -> str:
-    return f"rank-{rank:05}.safetensors"

@@ -92,14 +92,22 @@ class Schedule:
         steps: updates to make.
         save_every: steps between two savings of the whole state; 0 saves only when the run is stopped.
         keep: how many of these are kept, the newest.
+        keep_every: those of steps that are multiples of this are kept for good; a multiple of ``save_every``, or 0 for none.
+        wait_for_saves: whether training waits while a state is written, instead of copying it first: a save then takes no memory.
     """
 
     steps: int
     save_every: int = 100
     keep: int = 2
+    keep_every: int = 0
+    wait_for_saves: bool = False
 
     def __post_init__(self) -> None:
-        _check_least(self, steps=1, save_every=0, keep=1)
+        _check_least(self, steps=1, save_every=0, keep=1, keep_every=0)
+        if self.keep_every and (not self.save_every or self.keep_every % self.save_every):
+            raise ValueError(
+                f"keep_every is {self.keep_every}, expected a multiple of save_every ({self.save_every}): only what is saved can be kept"
+            )
 
 
 @dataclass(frozen=True)

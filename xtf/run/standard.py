@@ -69,6 +69,8 @@ def standard(
     evaluate_every: int = 50,
     save_every: int = 100,
     keep: int = 2,
+    keep_every: int = 0,
+    wait_for_saves: bool = False,
     prompt: str | None = None,
     sample: int = 80,
 ) -> Recipe:
@@ -106,6 +108,8 @@ def standard(
         evaluate_every: Steps between evaluations; 0 evaluates before the first and after the last step only.
         save_every: Steps between two savings of the whole state; 0 saves only when the run is stopped.
         keep: How many saved states are kept, the newest.
+        keep_every: Saved states of steps that are multiples of this are kept for good, too; a multiple of --save-every, or 0.
+        wait_for_saves: Train on only when a state is written, instead of copying it first; a save then takes no memory.
         prompt: A text, or for conversations a user's message, that the trained model answers in the end.
         sample: Tokens of this answer.
     """
@@ -123,7 +127,7 @@ def standard(
             f"--tokens-per-step is {total}, expected a multiple of --seq ({length}), as {max(1, round(total / length)) * length}"
         )
     least = {"steps": (steps, 1), "held-out": (held_out, 0), "seed": (seed, 0), "evaluate-every": (evaluate_every, 0)}
-    least |= {"save-every": (save_every, 0), "keep": (keep, 1), "sample": (sample, 0), "warmup": (warmup, 0)}
+    least |= {"save-every": (save_every, 0), "keep": (keep, 1), "keep-every": (keep_every, 0), "sample": (sample, 0), "warmup": (warmup, 0)}
     for name, (value, bound) in least.items():
         if not bound <= value < 2**63:
             raise ValueError(f"--{name} is {value}, expected at least {bound}")
@@ -163,7 +167,7 @@ def standard(
         mesh=ranks,
         step=step,
         data=chosen,
-        schedule=Schedule(steps, save_every, keep),
+        schedule=Schedule(steps, save_every, keep, keep_every, wait_for_saves),
         evaluation=Evaluation(evaluate_every, asked, chat=bool(data), tokens=sample),
         files=Files(tokens_of, folder or init_from),
         seed=seed,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import signal
 import time
-import warnings
 from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from io import StringIO
@@ -18,8 +17,9 @@ from rich.text import Text
 from torch import Tensor
 
 import xtf
-from xtf.checkpoint.kept import latest, prune
-from xtf.checkpoint.training import load_state, save_state
+from xtf.checkpoint.background import StateSaver
+from xtf.checkpoint.kept import prune
+from xtf.checkpoint.training import load_newest_state
 from xtf.files import write_atomically
 from xtf.run import generation
 from xtf.run.flops import ModelFlops, model_flops, peak_flops
@@ -59,8 +59,9 @@ class _Position(NamedTuple):
 def run(recipe: Recipe, launch: Launch, *, console: Console | None = None) -> Path:
     """Train, evaluate, save and sample, on this rank of the recipe's mesh.
 
-    The first rank speaks, and writes what is not sharded. The whole state is saved every ``schedule.save_every`` steps and when
-    SIGINT or SIGTERM asks for an end; a run that goes on from there has the losses of one that was never stopped, bit for bit.
+    The first rank speaks, and writes what is not sharded. The whole state is saved every ``schedule.save_every`` steps, while training
+    goes on (`xtf.StateSaver`), and when SIGINT or SIGTERM asks for an end; a run that goes on from there has the losses of one that
+    was never stopped, bit for bit.
 
     Args:
         recipe: what to do.
@@ -116,39 +117,21 @@ def run(recipe: Recipe, launch: Launch, *, console: Console | None = None) -> Pa
 def _start(recipe: Recipe, folder: Path, notice: Console, begun: bool) -> tuple[State, _Position]:
     """The state a run begins with, or goes on with."""
     step, start = recipe.step, recipe.files.start
-    saved = _newest(folder / CHECKPOINTS, notice) if begun else None
+    saved = load_newest_state(step, folder / CHECKPOINTS) if begun else None
     if saved is not None:
-        state, extra = load_state(step, saved)
-        done = int(state.step)
-        say(notice, f"going on after step {done} of {recipe.schedule.steps}, from {saved}")
+        for reason in saved.passed:
+            say(notice, reason)
+        done = int(saved.state.step)
+        say(notice, f"going on after step {done} of {recipe.schedule.steps}, from {saved.path}")
         loss, best = (
-            float(extra[name]) if extra.get(name) is not None else default for name, default in (("loss", math.nan), ("best", math.inf))
+            float(saved.extra[name]) if saved.extra.get(name) is not None else default
+            for name, default in (("loss", math.nan), ("best", math.inf))
         )
-        return state, _Position(done, done, loss, best)
+        return saved.state, _Position(done, done, loss, best)
     if begun:
         say(notice, f"{folder} has no saved state: beginning anew")
     state = step.init(recipe.seed) if start is None else xtf.load(step, start, ignore=recipe.files.ignore)
     return state, _Position(0)
-
-
-def _newest(folder: Path, notice: Console) -> Path | None:
-    """The newest whole state; those that are damaged are passed over, and said. ``None`` where none was ever saved.
-
-    Raises:
-        ValueError: if states are there and none of them can be used.
-    """
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        saved = latest(folder)
-    reasons = [str(warning.message) for warning in caught]
-    if saved is None and any(folder.glob("step-*")):
-        raise ValueError(
-            f"no state in {folder} can be used: {'; '.join(reasons) or 'none is complete'}. "
-            "Nothing was changed; remove that folder to begin anew"
-        )
-    for reason in reasons:
-        say(notice, reason)
-    return saved
 
 
 class _Loop:
@@ -161,13 +144,16 @@ class _Loop:
         self.rank, self.ranks = (axis.index, axis.size) if axis is not None else (0, 1)
         self.flops: ModelFlops = model_flops(self.step.model)
         self.peak = peak_flops(self.step.device, self.step.precision.compute or torch.float32)
+        self.saver = StateSaver(self.step)
+        self.saving: tuple[int, Path] | None = None  # the step that is saved meanwhile, and where
 
     def __call__(self, state: State, position: _Position) -> tuple[State, _Position, int]:
         """Returns the state, the position, and the signal that ended it, 0 for none."""
         schedule, progress = self.recipe.schedule, self.progress
         interrupt: Interrupt | None = None
         try:
-            with progress, deferred_interrupt(self._tell, patience=2.0 if self.mesh.size > 1 else 0.0) as interrupt:
+            patience = 2.0 if self.mesh.size > 1 else 0.0
+            with progress, deferred_interrupt(self._tell, patience=patience) as interrupt, self.saver:
                 if position.done == 0:
                     position = self._evaluate(state, position, {})
                 while position.done < schedule.steps:
@@ -179,10 +165,13 @@ class _Loop:
                         if due or (stopped and position.done < schedule.steps):
                             position = self._save(state, position)
                         if stopped and position.done < schedule.steps:
-                            return state, position, stopped
+                            return state, self._saved(position), stopped
+                with interrupt.held():
+                    position = self._saved(position)
         except KeyboardInterrupt as error:
             number = interrupt.asked if interrupt is not None and interrupt.asked else signal.SIGINT
-            raise Interrupted(self.folder, progress.step, schedule.steps, position.saved, number) from error
+            saved = self.saving[0] if self.saving is not None and self.saving[1].is_dir() else position.saved
+            raise Interrupted(self.folder, progress.step, schedule.steps, saved, number) from error
         return state, position, 0
 
     def _tell(self) -> None:
@@ -249,13 +238,28 @@ class _Loop:
         return position
 
     def _save(self, state: State, position: _Position) -> _Position:
+        """Begin to save, when what was begun before is done."""
         self.progress.pause()
+        position, schedule = self._saved(position), self.recipe.schedule
         path = self.folder / CHECKPOINTS / f"step-{position.done:08d}"
         numbers = {name: value if math.isfinite(value) else None for name, value in (("loss", position.loss), ("best", position.best))}
-        save_state(self.step, state, path, extra=numbers, tokenizer_from=self.recipe.files.tokenizer)
-        together(self.mesh, lambda: prune(path.parent, keep_last=self.recipe.schedule.keep), ranks=lambda rank: rank == 0)
+        every = schedule.keep_every
+
+        def tidy() -> None:
+            prune(path.parent, keep_last=schedule.keep, keep=lambda step: every > 0 and step % every == 0)
+
+        self.saver.save(state, path, extra=numbers, tokenizer_from=self.recipe.files.tokenizer, then=tidy)
+        self.saving = position.done, path
+        if schedule.wait_for_saves:
+            position = self._saved(position)
         self.progress.resume()
-        return position._replace(saved=position.done)
+        return position
+
+    def _saved(self, position: _Position) -> _Position:
+        """Wait for what is being saved."""
+        self.saver.wait()
+        saving, self.saving = self.saving, None
+        return position if saving is None else position._replace(saved=saving[0])
 
 
 def evaluate(step: TrainStep, params: Tree, held_out: Iterable[Mapping[str, Tensor]]) -> float:
