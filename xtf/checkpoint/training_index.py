@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import os
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path as FilePath
 from typing import Any, cast
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from xtf.checkpoint.folder import INDEX, SINGLE, CheckpointError, Described, leaf_specs, read_json
-from xtf.checkpoint.shard_file import Written, crc32_of, damaged, read_shard
+from xtf.checkpoint.shard_file import Shard, Written, crc32_of, damaged, open_shard, unreadable
 from xtf.checkpoint_map import Range
 from xtf.tree import Path
 
@@ -92,22 +92,35 @@ class StateIndex:
             file = self.folder / name
             try:
                 size = file.stat().st_size
-            except FileNotFoundError:
-                raise damaged(file, "is missing") from None
+            except OSError as error:
+                raise unreadable(file, error) from None
             if size != written.bytes:
                 raise damaged(file, f"has {size} bytes, {written.bytes} were written")
             if contents and name in self.others and crc32_of(file) != written:
                 raise damaged(file, "has other bytes than were written (checksum)")
 
-    def read(self, wanted: Mapping[str, tuple[Sequence[Range], Tensor]]) -> None:
+    def opened(self) -> Iterator[Shard]:
+        """The files of blocks, one after another, their headers verified.
+
+        Raises:
+            CheckpointError: if one is missing or damaged.
+        """
+        for name, written in self.shards.items():
+            yield open_shard(self.folder / name, written)
+
+    def read(self, wanted: Mapping[str, tuple[Sequence[Range], Tensor]], shards: Iterable[Shard] | None = None) -> None:
         """Fill tensors with blocks of leaves, see `xtf.checkpoint.shard_file.read_shard`. One file is open at a time.
+
+        Args:
+            wanted: for the name of a leaf, the wanted block and a tensor of its shape.
+            shards: what `opened` gave, where many reads follow each other.
 
         Raises:
             CheckpointError: if a file is missing or damaged, or no file has some part of a block.
         """
         found = dict.fromkeys(wanted, 0)
-        for name, written in self.shards.items():
-            for leaf, count in read_shard(self.folder / name, written, wanted).items():
+        for shard in self.opened() if shards is None else shards:
+            for leaf, count in shard.read(wanted).items():
                 found[leaf] += count
         lost = [f"{leaf} ({found[leaf]} of {out.numel()} elements)" for leaf, (_, out) in wanted.items() if found[leaf] != out.numel()]
         if lost:
@@ -170,6 +183,33 @@ def read_params(
     Raises:
         CheckpointError: if a file is missing or damaged, or the parameters are not the model's: all that differ are named.
     """
+    index, specs = _index_of(model, path), leaf_specs(model)
+    found = {
+        name: torch.empty([stop - start for start, stop in blocks[name]], dtype=spec.dtype, device=device) for name, spec in specs.items()
+    }
+    index.read({PARAMS + name: (blocks[name], out) for name, out in found.items()})
+    return found
+
+
+def open_params(model: Described, path: str | os.PathLike[str]) -> Callable[[Path, Sequence[Range]], Tensor]:
+    """``read(leaf, ranges)`` of the parameters of a training checkpoint, as `read_params`, for many reads one after another.
+
+    Raises:
+        CheckpointError: as `read_params`, also when ``read`` is called.
+    """
+    index, specs = _index_of(model, path), leaf_specs(model)
+    shards = list(index.opened())
+
+    def read(leaf: Path, ranges: Sequence[Range]) -> Tensor:
+        out = torch.empty([stop - start for start, stop in ranges], dtype=specs[leaf].dtype)
+        index.read({PARAMS + leaf: (ranges, out)}, shards)
+        return out
+
+    return read
+
+
+def _index_of(model: Described, path: str | os.PathLike[str]) -> StateIndex:
+    """The index of a training checkpoint, known to be of this model's parameters."""
     index, specs = read_index(path), leaf_specs(model)
     stored = {name.removeprefix(PARAMS): leaf for name, leaf in index.leaves.items() if name.startswith(PARAMS)}
     missing, extra = [name for name in specs if name not in stored], [name for name in stored if name not in specs]
@@ -187,11 +227,7 @@ def read_params(
             extra=extra,
             misshapen=list(misshapen),
         )
-    found = {
-        name: torch.empty([stop - start for start, stop in blocks[name]], dtype=spec.dtype, device=device) for name, spec in specs.items()
-    }
-    index.read({PARAMS + name: (blocks[name], out) for name, out in found.items()})
-    return found
+    return index
 
 
 def report(kinds: Mapping[str, Sequence[str]]) -> str:
