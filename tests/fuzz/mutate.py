@@ -14,7 +14,8 @@ DEEP = "[" * 100_000 + "]" * 100_000
 
 VALUES: Sequence[Any] = (
     None, True, False, 0, 1, -1, 3, 7, 2**31, 2**63, 2**200, -(2**70), 0.5, -0.5, 1e308, 1e-320, float("nan"), float("inf"), "", "x", "7",
-    "\x00", "..", "/", "a/../../b", "\ud800", "null", "float32", "F32", [], [1], [1, 2], [0, -1], [2**62, 2**62], [None], [[]], {}, {"a": 1},
+    "\x00", "..", "/", "a/../../b", "\ud800", "null", "float32", "F32", [], [1],
+    [1, 2], [0, -1], [2**62, 2**62], [None], [[]], {}, {"a": 1},
     {"rope_type": "yarn"}, ["full_attention"],
 )  # fmt: skip
 """What a JSON value becomes."""
@@ -139,7 +140,8 @@ def damage_folder(rng: Random, folder: Path, other: Path | None = None) -> str:
             file.unlink()
             return f"{file.name} removed"
         case "copy":
-            shutil.copy(file, folder / (name := rng.choice(("model.safetensors", "rank-00009.safetensors", "state.json", "x.bin"))))
+            name = rng.choice(("model.safetensors", "rank-00009.safetensors", "state.json", "x.bin"))
+            (folder / name).write_bytes(file.read_bytes())
             return f"{file.name} copied to {name}"
         case "rename":
             file.rename(folder / f"{file.stem}x{file.suffix}")

@@ -19,7 +19,7 @@ from xtf.mesh import Mesh, simulate, split_batch
 from xtf.transforms import expert_parallel, shard
 
 FAMILIES: dict[str, dict[str, Any]] = {
-    config["model_type"]: config for config in (LLAMA, QWEN3, MOE, MIXTRAL, OSS, DEEPSEEK, GLM)
+    str(config["model_type"]): config for config in (LLAMA, QWEN3, MOE, MIXTRAL, OSS, DEEPSEEK, GLM)
 }  # fmt: skip
 
 

@@ -26,6 +26,7 @@ from xtf.checkpoint_map import Range
 SEGMENT = 1 << 20  # bytes under one checksum
 
 _BY_NAME = {name: dtype for dtype, name in DTYPES.items()}
+_LONGEST = 100_000_000  # bytes of a header, as safetensors has it: what is longer is a damaged length
 _CHUNK = 1 << 26  # bytes of a block that are read at once
 
 
@@ -245,12 +246,20 @@ def _read(file: FilePath, fd: int, begin: int, end: int) -> bytes:
 def _open(file: FilePath, fd: int, expected: Written) -> Shard:
     """The blocks of a file, from its header, which must be the one that was written."""
     length = 8 + int.from_bytes(_read(file, fd, 0, min(8, expected.bytes)), "little")
-    if not 8 < length <= expected.bytes:
+    if not 8 < length <= min(expected.bytes, _LONGEST):
         raise damaged(file, "has no header")
     header = _read(file, fd, 0, length)
     if zlib.crc32(header) != expected.crc32:
         raise damaged(file, "has another header than was written (checksum)")
-    entries: dict[str, Any] = json.loads(header[8:])
+    try:
+        return _parsed(file, json.loads(header[8:]), length, expected)
+    except (KeyError, TypeError, AttributeError, ValueError, IndexError, RecursionError) as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise damaged(file, f"has a header that no xtf.save_state wrote ({type(error).__name__}: {error})") from error
+
+
+def _parsed(file: FilePath, entries: dict[str, Any], length: int, expected: Written) -> Shard:
     about = json.loads(entries.pop("__metadata__")["xtf"])
     if about["segment"] != SEGMENT:
         raise CheckpointError(f"{file} has a checksum for every {about['segment']} bytes, this version of xtf reads {SEGMENT}")

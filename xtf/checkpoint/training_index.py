@@ -21,6 +21,7 @@ from torch import Tensor
 
 from xtf.checkpoint.folder import INDEX, SINGLE, CheckpointError, Described, leaf_specs, read_json
 from xtf.checkpoint.shard_file import Shard, Written, crc32_of, damaged, open_shard, unreadable
+from xtf.checkpoint.writing import DTYPES
 from xtf.checkpoint_map import Range
 from xtf.tree import Path
 
@@ -29,6 +30,7 @@ PARAMS = "params."  # what the names of parameters begin with
 
 _FORMAT = "xtf training state"
 _VERSION = 1
+_DTYPES = frozenset(str(dtype).removeprefix("torch.") for dtype in DTYPES)
 _SHOWN = 30  # names of each kind in one message
 
 
@@ -162,17 +164,48 @@ def read_index(path: str | os.PathLike[str]) -> StateIndex:
         raise CheckpointError(
             f"{folder / STATE} is {about.get('format')!r} version {about.get('version')}; this xtf reads {_FORMAT!r} version {_VERSION}"
         )
-    leaves = cast("dict[str, tuple[str, list[int]]]", about["leaves"])
-    shards, others = (cast("dict[str, tuple[int, int]]", about[kind]) for kind in ("shards", "others"))
+    wrong = _wrong(about)
+    if wrong:
+        raise CheckpointError(f"{folder / STATE} {wrong}: no xtf.save_state wrote that; take another checkpoint")
     return StateIndex(
         folder,
         about["step"],
         about["extra"],
-        {name: Leaf(dtype, tuple(shape)) for name, (dtype, shape) in leaves.items()},
+        {name: Leaf(dtype, tuple(shape)) for name, (dtype, shape) in about["leaves"].items()},
         about["records"],
-        {name: Written(*pair) for name, pair in shards.items()},
-        {name: Written(*pair) for name, pair in others.items()},
+        {name: Written(*pair) for name, pair in about["shards"].items()},
+        {name: Written(*pair) for name, pair in about["others"].items()},
     )
+
+
+def _wrong(about: Mapping[str, Any]) -> str:
+    """What of an index is not as `StateIndex.write` writes it; empty if all is."""
+    step = about.get("step")
+    if not _is_count(step):
+        return f"has the step {step!r:.40}, expected a whole number of at least 0"
+    for kind in ("extra", "leaves", "records", "shards", "others"):
+        if not isinstance(about.get(kind), dict):
+            return f"has {kind} {about.get(kind)!r:.40}, expected an object"
+    for name, leaf in about["leaves"].items():
+        if not (
+            _is_pair(leaf) and str(leaf[0]) in _DTYPES and isinstance(leaf[1], list) and all(map(_is_count, cast("list[Any]", leaf[1])))
+        ):
+            return f"says of the leaf {name!r:.60} {leaf!r:.60}, expected a dtype and a shape"
+    for name, record in about["records"].items():
+        if not isinstance(record, str):
+            return f"says of the record {name!r:.60} {record!r:.60}, expected a name"
+    for name, written in (*about["shards"].items(), *about["others"].items()):
+        if FilePath(name).name != name or not (_is_pair(written) and all(map(_is_count, written))):
+            return f"says of the file {name!r:.60} {written!r:.60}, expected its size and its checksum"
+    return ""
+
+
+def _is_pair(value: Any) -> bool:
+    return isinstance(value, list) and len(cast("list[Any]", value)) == 2
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
 
 
 def read_params(
