@@ -138,9 +138,12 @@ def test_context_matrix(saved: Saved, before: dict[str, int], after: dict[str, i
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("before", [FOUR, {"expert": 3}, {"data": 8}, {"context": 2, "expert": 2}, {}], ids=str)
+@pytest.mark.parametrize(
+    ("before", "model", "optimizer"),
+    [*((FOUR, *kind) for kind in KINDS), ({}, *KINDS[1]), ({"expert": 3}, *KINDS[0]), ({"data": 8}, *KINDS[3]),
+     ({"context": 2, "expert": 2}, *KINDS[2])],
+    ids=str,
+)  # fmt: skip
 def test_reshard_matrix(saved: Saved, before: dict[str, int], model: str, optimizer: str) -> None:
     path, seen = saved(before, model, optimizer)
     for after in AFTER:
