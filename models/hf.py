@@ -112,6 +112,14 @@ _FLAGS = frozenset(
 _LISTS = frozenset({"layer_types", "mlp_only_layers"})
 _OBJECTS = frozenset({"rope_parameters", "rope_scaling"})
 
+_MOST: Mapping[str, int] = {
+    **dict.fromkeys(("num_hidden_layers", "num_nextn_predict_layers", "num_mtp_layers"), 10_000),
+    **dict.fromkeys(("n_routed_experts", "num_experts", "num_local_experts", "n_shared_experts"), 100_000),
+    **dict.fromkeys(("initial_context_length", "max_position_embeddings", "original_max_position_embeddings", "sliding_window"), 1 << 40),
+}
+_MOST_ELSE = 1 << 24
+"""The most of an integer: more layers, experts or rows than any model has are a damaged number, not work that takes forever."""
+
 _ROPE = frozenset({"rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor", "original_max_position_embeddings"})
 
 
@@ -205,11 +213,15 @@ def check_integer(name: str, value: object, least: int | None = None) -> None:
 
 
 def check_number(name: str, value: object) -> None:
-    """Refuse a value that is no finite number."""
+    """Refuse a value that is no finite number, or so large that float32 has no square of it."""
     if not isinstance(value, (int, float)) or isinstance(value, bool):
         raise _wrong_type(name, value, "a number")
-    if not math.isfinite(value):
-        raise ValueError(f"{name}={value!r}; expected a finite number")
+    if not -1e18 <= value <= 1e18:
+        raise ValueError(f"{name}={value!r}; expected a finite number" + ("" if not _finite(value) else ", of at most 1e18"))
+
+
+def _finite(value: float) -> bool:
+    return isinstance(value, int) or math.isfinite(value)
 
 
 def check_flag(name: str, value: object) -> None:
@@ -221,6 +233,9 @@ def check_flag(name: str, value: object) -> None:
 def _check_type(name: str, value: object) -> None:
     if name in _INTEGERS:
         check_integer(name, value)
+        most = _MOST.get(name, _MOST_ELSE)
+        if isinstance(value, int) and value > most:
+            raise ValueError(f"{name}={value!r}; expected at most {most:,}: is the config damaged?")
     elif name in _NUMBERS:
         check_number(name, value)
     elif name in _FLAGS:

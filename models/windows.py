@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from xtf.models import hf
+
 
 def by_layer(sliding_window: int | None, layer_types: Sequence[str], layers: int) -> tuple[int | None, ...]:
     """The window of each layer."""
@@ -29,11 +31,11 @@ def from_hf(found: Mapping[str, Any], default_first: int) -> dict[str, Any]:
     """``sliding_window`` and ``layer_types`` of a Qwen config. Without ``layer_types``, the layers from ``max_window_layers`` on
     have windows, where ``use_sliding_window`` is set."""
     window = found.get("sliding_window", 4096) if found.get("use_sliding_window", False) else None
-    kinds = tuple(found.get("layer_types", ()))
+    kinds, layers = tuple(found.get("layer_types", ())), hf.required(found, "num_hidden_layers", "the family")
     if window is not None and not kinds:
         first = found.get("max_window_layers", default_first)
-        kinds = tuple("sliding_attention" if i >= first else "full_attention" for i in range(found["num_hidden_layers"]))
-    if kinds == ("full_attention",) * found["num_hidden_layers"]:
+        kinds = tuple("sliding_attention" if i >= first else "full_attention" for i in range(layers))
+    if kinds == ("full_attention",) * layers:
         window, kinds = None, ()
     return {"sliding_window": window, "layer_types": kinds}
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TypeVar
+from math import prod
+from typing import NamedTuple, TypeVar
 
 from torch import Tensor
 
@@ -245,6 +246,77 @@ def take_apart(source: Source, leaf: Tensor) -> Iterator[tuple[str, Tensor]]:
         case Stack() | Concat():
             for part, start, stop, _ in _parts(source, leaf.shape):
                 yield from take_apart(part, leaf[start] if isinstance(source, Stack) else leaf.narrow(source.dim, start, stop - start))
+
+
+class Piece(NamedTuple):
+    """A block of a leaf that is some rows of the tensors it is stored as.
+
+    Args:
+        block: a half-open range per dim of the leaf.
+        source: how the block is put together, as a leaf of the shape ``shape``.
+        shape: that of the block without the dims along which parts are stacked.
+        row: where the block's rows begin in the named tensors.
+    """
+
+    block: tuple[Range, ...]
+    source: Source
+    shape: tuple[int, ...]
+    row: int
+
+
+def pieces(source: Source, shape: Sequence[int], elements: int) -> Iterator[Piece]:
+    """A whole leaf in pieces of at most so many elements each, where rows are not larger, that can be read and written one by one.
+
+    A tensor that is stored transposed or interleaved along its first dim is one piece.
+
+    Example:
+        >>> for piece in pieces(Stack((Named("a"), Named("b"))), (2, 3, 4), 8):
+        ...     print(piece.block, names(piece.source), piece.shape, piece.row)
+        ((0, 1), (0, 2), (0, 4)) ['a'] (2, 4) 0
+        ((0, 1), (2, 3), (0, 4)) ['a'] (1, 4) 2
+        ((1, 2), (0, 2), (0, 4)) ['b'] (2, 4) 0
+        ((1, 2), (2, 3), (0, 4)) ['b'] (1, 4) 2
+    """
+    for block, part, inner in _stored_blocks(source, tuple(shape)):
+        if not inner or not inner[0] or not _by_rows(part, len(inner)):
+            yield Piece(block, part, inner, 0)
+            continue
+        dim = len(block) - len(inner)
+        rows, start = max(1, elements // max(1, prod(inner[1:]))), block[dim][0]
+        for row in range(0, inner[0], rows):
+            end = min(row + rows, inner[0])
+            yield Piece((*block[:dim], (start + row, start + end), *block[dim + 1 :]), part, (end - row, *inner[1:]), row)
+
+
+def _stored_blocks(source: Source, shape: tuple[int, ...]) -> Iterator[tuple[tuple[Range, ...], Source, tuple[int, ...]]]:
+    """The block of each part that is not stacked or concatenated further, the part, and its own shape."""
+    match source:
+        case Either():
+            yield from _stored_blocks(_first(source), shape)
+        case Stack() | Concat():
+            dim = _dim(source)
+            for part, start, stop, inner in _parts(source, shape):
+                for block, stored, own in _stored_blocks(part, inner):
+                    if isinstance(source, Stack):
+                        yield ((start, stop), *block), stored, own
+                    else:
+                        low, high = block[dim]
+                        yield (*block[:dim], (low + start, high + start), *block[dim + 1 :]), stored, own
+        case _:
+            yield tuple((0, n) for n in shape), source, shape
+
+
+def _by_rows(source: Source, dims: int) -> bool:
+    """Whether some rows of a part are the same rows of the one tensor it is stored as."""
+    match source:
+        case Named():
+            return True
+        case Transposed():
+            return dims > 2 and _by_rows(source.part, dims)
+        case Interleaved():
+            return source.dim > 0 and _by_rows(source.part, dims)
+        case _:
+            return False
 
 
 def _fill_interleaved(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from typing import Any, Protocol, cast
 
 from xtf import tree
 from xtf.checkpoint_map import Source, shapes
+from xtf.files import parse_json
 from xtf.spec import ParamSpec
 from xtf.tree import Path, Tree
 
@@ -126,7 +126,7 @@ def existing_folder(path: str | os.PathLike[str]) -> FilePath:
 def read_json(file: FilePath, why: str) -> dict[str, Any]:
     """The JSON object in a file, or a `CheckpointError` that names the file."""
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
+        found = parse_json(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise CheckpointError(f"{file} is missing: {file.parent} {why}") from None
     except ValueError as error:

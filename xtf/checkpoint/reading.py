@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path as FilePath
 from typing import Any, cast
@@ -18,7 +18,7 @@ from xtf import tree
 from xtf.checkpoint.fitting import TIED, Prefix, check, fit, listed
 from xtf.checkpoint.folder import INDEX, SINGLE, CheckpointError, Described, existing_folder, leaf_specs, read_config, read_json
 from xtf.checkpoint.quantised import Stored, dequantised
-from xtf.checkpoint.training_index import is_training, read_params
+from xtf.checkpoint.training_index import is_training, open_params, read_params
 from xtf.checkpoint_map import Named, Range, fill
 from xtf.spec import ParamSpec
 from xtf.tree import Path, Tree
@@ -101,22 +101,65 @@ def load_leaves(
     folder = existing_folder(path)
     if is_training(folder):
         return read_params(model, folder, blocks, device)
-    config = read_config(folder)
     with ExitStack() as stack:
-        tensors, wrong = dequantised(_open(folder, stack), config)
-        prefix, fitted = fit(model, tensors)
-        check(model, fitted, prefix, folder, tensors, wrong, config, [re.compile(pattern) for pattern in ignore])
+        read = _opened(model, folder, ignore, stack)
+        return {leaf: read(leaf, blocks[leaf], device) for leaf in specs}
 
-        def read(name: str, block: Sequence[Range]) -> Tensor:
-            return tensors[name].read(block)
 
-        found = dict[Path, Tensor]()
-        for leaf, spec in specs.items():
-            found[leaf] = torch.empty([stop - start for start, stop in blocks[leaf]], dtype=spec.dtype, device=device)
-            for block, out in _pieces(blocks[leaf], found[leaf]):
-                fill(fitted.sources[leaf], spec.shape, block, read, out)
-        _check_tied(fitted, prefix, tensors, blocks)
-    return found
+@contextmanager
+def open_leaves(
+    model: Described, path: str | os.PathLike[str], *, ignore: Sequence[str] = (), mapped_bytes: int = 1 << 26
+) -> Generator[Callable[[Path, Sequence[Range]], Tensor]]:
+    """Like `load_leaves`, for many blocks one after another: ``read(leaf, ranges)`` gives one, on the CPU.
+
+    Names and shapes are checked once. Pages of mapped files count as memory of the process for as long as they are mapped: the files
+    of a Hugging Face folder are opened anew after ``mapped_bytes``, or where that is more, after each 256th of the model.
+
+    Raises:
+        CheckpointError: as `load_leaves`, also when ``read`` is called.
+    """
+    folder, specs = existing_folder(path), leaf_specs(model)
+    if is_training(folder):
+        yield open_params(model, folder)
+        return
+    limit = max(mapped_bytes, sum(spec.numel * spec.dtype.itemsize for spec in specs.values()) // 256)
+    left = 0
+    with ExitStack() as stack:
+        opened: Callable[[Path, Sequence[Range], str], Tensor] | None = None
+
+        def read(leaf: Path, ranges: Sequence[Range]) -> Tensor:
+            nonlocal opened, left
+            if opened is None or left <= 0:
+                opened = None  # lets go of what is mapped
+                stack.close()
+                opened, left = _opened(model, folder, ignore, stack), limit
+            found = opened(leaf, ranges, "cpu")
+            left -= found.nbytes
+            return found
+
+        yield read
+
+
+def _opened(
+    model: Described, folder: FilePath, ignore: Sequence[str], stack: ExitStack
+) -> Callable[[Path, Sequence[Range], str | torch.device], Tensor]:
+    """``read(leaf, block, device)`` from a Hugging Face folder that fits the model."""
+    config, specs = read_config(folder), leaf_specs(model)
+    tensors, wrong = dequantised(_open(folder, stack), config)
+    prefix, fitted = fit(model, tensors)
+    check(model, fitted, prefix, folder, tensors, wrong, config, [re.compile(pattern) for pattern in ignore])
+
+    def read_tensor(name: str, block: Sequence[Range]) -> Tensor:
+        return tensors[name].read(block)
+
+    def read(leaf: Path, ranges: Sequence[Range], device: str | torch.device) -> Tensor:
+        found = torch.empty([stop - start for start, stop in ranges], dtype=specs[leaf].dtype, device=device)
+        for block, out in _pieces(ranges, found):
+            fill(fitted.sources[leaf], specs[leaf].shape, block, read_tensor, out)
+        _check_tied(fitted, prefix, tensors, leaf, ranges)
+        return found
+
+    return read
 
 
 def _pieces(block: Sequence[Range], out: Tensor) -> Iterator[tuple[list[Range], Tensor]]:
@@ -173,15 +216,18 @@ def _open(folder: FilePath, stack: ExitStack) -> dict[str, _Tensor]:
     return tensors
 
 
-def _check_tied(model: Described, prefix: Prefix, tensors: Mapping[str, Stored], blocks: Mapping[Path, Sequence[Range]]) -> None:
+def _check_tied(model: Described, prefix: Prefix, tensors: Mapping[str, Stored], leaf: Path, block: Sequence[Range]) -> None:
     """A head written beside the embedding it is tied to must equal it; compared on the block of the embedding."""
-    of_name = {source.name: leaf for leaf, source in model.sources.items() if isinstance(source, Named)}
+    source = model.sources[leaf]
     for head, embedding in ((prefix.rename(head), prefix.rename(embedding)) for head, embedding in TIED.items()):
-        if head in tensors and head not in of_name and embedding in of_name:
-            block = blocks[of_name[embedding]]
-            if not torch.equal(tensors[head].read(block), tensors[embedding].read(block)):
-                raise CheckpointError(
-                    f"{tensors[head].file}: {head} differs from {embedding}, but the model ties them: "
-                    "set tie_word_embeddings to false in config.json, or remove the tensor",
-                    extra=[head],
-                )
+        tied = isinstance(source, Named) and source.name == embedding and head in tensors and not _used(model, head)
+        if tied and not torch.equal(tensors[head].read(block), tensors[embedding].read(block)):
+            raise CheckpointError(
+                f"{tensors[head].file}: {head} differs from {embedding}, but the model ties them: "
+                "set tie_word_embeddings to false in config.json, or remove the tensor",
+                extra=[head],
+            )
+
+
+def _used(model: Described, name: str) -> bool:
+    return any(isinstance(source, Named) and source.name == name for source in model.sources.values())

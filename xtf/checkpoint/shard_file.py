@@ -27,6 +27,7 @@ from xtf.checkpoint_map import Range
 SEGMENT = 1 << 20  # bytes under one checksum
 
 _BY_NAME = {name: dtype for dtype, name in DTYPES.items()}
+_LONGEST = 100_000_000  # bytes of a header, as safetensors has it: what is longer is a damaged length
 _CHUNK = 1 << 26  # bytes of a block that are read at once
 
 
@@ -154,20 +155,64 @@ def read_shard(file: FilePath, expected: Written, wanted: Mapping[str, tuple[Seq
     Raises:
         CheckpointError: if the file is missing, or not what was written.
     """
+    return open_shard(file, expected).read(wanted)
+
+
+def open_shard(file: FilePath, expected: Written) -> Shard:
+    """The header of a file, verified. Nothing stays open.
+
+    Raises:
+        CheckpointError: if the file is missing, or not what was written.
+    """
     try:
         size = file.stat().st_size
         if size != expected.bytes:
             raise damaged(file, f"has {size} bytes, {expected.bytes} were written")
-        found = dict[str, int]()
         with open(file, "rb", buffering=0) as opened:
-            stored, segments = _open(file, opened.fileno(), expected)
-            for name, block in sorted(stored.items(), key=lambda item: item[1].begin):  # neighbours share segments
-                if name in wanted:
+            return _open(file, opened.fileno(), expected)
+    except OSError as error:
+        raise unreadable(file, error) from None
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A file whose header was verified.
+
+    Args:
+        file: where it is.
+        stored: its blocks by the names of their leaves, as they lie.
+        begin, end: where its data lie in the file.
+        sums: the CRC-32 of each segment of the data.
+    """
+
+    file: FilePath
+    stored: Mapping[str, _Stored]
+    begin: int
+    end: int
+    sums: Sequence[int]
+
+    def read(self, wanted: Mapping[str, tuple[Sequence[Range], Tensor]]) -> dict[str, int]:
+        """As `read_shard`."""
+        found = dict[str, int]()
+        chosen = {name: block for name, block in self.stored.items() if name in wanted and _meets(block, wanted[name][0])}
+        if not chosen:
+            return found
+        try:
+            with open(self.file, "rb", buffering=0) as opened:
+                segments = _Segments(self.file, opened.fileno(), self.begin, self.end, self.sums)
+                for name, block in chosen.items():
                     copied = _copy(block, segments, *wanted[name])
                     found.update({name: copied} if copied else {})
+        except OSError as error:
+            raise unreadable(self.file, error) from None
         return found
-    except FileNotFoundError:
-        raise damaged(file, "is missing") from None
+
+
+def unreadable(file: FilePath, error: OSError) -> CheckpointError:
+    """The error of a file that the system does not let us read."""
+    if isinstance(error, FileNotFoundError):
+        return damaged(file, "is missing")
+    return damaged(file, f"cannot be read ({error.strerror or error})")
 
 
 def damaged(file: FilePath, what: str) -> CheckpointError:
@@ -211,15 +256,23 @@ def _read(file: FilePath, fd: int, begin: int, end: int) -> bytes:
     return b"".join(parts)
 
 
-def _open(file: FilePath, fd: int, expected: Written) -> tuple[dict[str, _Stored], _Segments]:
+def _open(file: FilePath, fd: int, expected: Written) -> Shard:
     """The blocks of a file, from its header, which must be the one that was written."""
     length = 8 + int.from_bytes(_read(file, fd, 0, min(8, expected.bytes)), "little")
-    if not 8 < length <= expected.bytes:
+    if not 8 < length <= min(expected.bytes, _LONGEST):
         raise damaged(file, "has no header")
     header = _read(file, fd, 0, length)
     if zlib.crc32(header) != expected.crc32:
         raise damaged(file, "has another header than was written (checksum)")
-    entries: dict[str, Any] = json.loads(header[8:])
+    try:
+        return _parsed(file, json.loads(header[8:]), length, expected)
+    except (KeyError, TypeError, AttributeError, ValueError, IndexError, RecursionError) as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise damaged(file, f"has a header that no xtf.save_state wrote ({type(error).__name__}: {error})") from error
+
+
+def _parsed(file: FilePath, entries: dict[str, Any], length: int, expected: Written) -> Shard:
     about = json.loads(entries.pop("__metadata__")["xtf"])
     if about["segment"] != SEGMENT:
         raise CheckpointError(f"{file} has a checksum for every {about['segment']} bytes, this version of xtf reads {SEGMENT}")
@@ -228,7 +281,14 @@ def _open(file: FilePath, fd: int, expected: Written) -> tuple[dict[str, _Stored
         name: _Stored(_BY_NAME[entry["dtype"]], tuple(entry["shape"]), tuple(about["blocks"][name]["start"]), *entry["data_offsets"])
         for name, entry in entries.items()
     }
-    return stored, _Segments(file, fd, length, expected.bytes, sums)
+    ordered = dict(sorted(stored.items(), key=lambda item: item[1].begin))  # neighbours share segments
+    return Shard(file, ordered, length, expected.bytes, sums)
+
+
+def _meets(block: _Stored, ranges: Sequence[Range]) -> bool:
+    """Whether a block and a range have elements in common."""
+    spans = zip(ranges, block.start, block.shape, strict=True)
+    return all(max(a, s) < min(b, s + n) for (a, b), s, n in spans)
 
 
 def _copy(block: _Stored, segments: _Segments, ranges: Sequence[Range], out: Tensor) -> int:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import os
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path as FilePath
 from typing import Any, cast
@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from xtf.checkpoint.folder import INDEX, SINGLE, CheckpointError, Described, leaf_specs, read_json
-from xtf.checkpoint.shard_file import Written, crc32_of, damaged, read_shard
+from xtf.checkpoint.shard_file import Shard, Written, crc32_of, damaged, open_shard, unreadable
+from xtf.checkpoint.writing import DTYPES
 from xtf.checkpoint_map import Range
 from xtf.tree import Path
 
@@ -29,6 +30,7 @@ PARAMS = "params."  # what the names of parameters begin with
 
 _FORMAT = "xtf training state"
 _VERSION = 1
+_DTYPES = frozenset(str(dtype).removeprefix("torch.") for dtype in DTYPES)
 _SHOWN = 30  # names of each kind in one message
 
 
@@ -92,22 +94,35 @@ class StateIndex:
             file = self.folder / name
             try:
                 size = file.stat().st_size
-            except FileNotFoundError:
-                raise damaged(file, "is missing") from None
+            except OSError as error:
+                raise unreadable(file, error) from None
             if size != written.bytes:
                 raise damaged(file, f"has {size} bytes, {written.bytes} were written")
             if contents and name in self.others and crc32_of(file) != written:
                 raise damaged(file, "has other bytes than were written (checksum)")
 
-    def read(self, wanted: Mapping[str, tuple[Sequence[Range], Tensor]]) -> None:
+    def opened(self) -> Iterator[Shard]:
+        """The files of blocks, one after another, their headers verified.
+
+        Raises:
+            CheckpointError: if one is missing or damaged.
+        """
+        for name, written in self.shards.items():
+            yield open_shard(self.folder / name, written)
+
+    def read(self, wanted: Mapping[str, tuple[Sequence[Range], Tensor]], shards: Iterable[Shard] | None = None) -> None:
         """Fill tensors with blocks of leaves, see `xtf.checkpoint.shard_file.read_shard`. One file is open at a time.
+
+        Args:
+            wanted: for the name of a leaf, the wanted block and a tensor of its shape.
+            shards: what `opened` gave, where many reads follow each other.
 
         Raises:
             CheckpointError: if a file is missing or damaged, or no file has some part of a block.
         """
         found = dict.fromkeys(wanted, 0)
-        for name, written in self.shards.items():
-            for leaf, count in read_shard(self.folder / name, written, wanted).items():
+        for shard in self.opened() if shards is None else shards:
+            for leaf, count in shard.read(wanted).items():
                 found[leaf] += count
         lost = [f"{leaf} ({found[leaf]} of {out.numel()} elements)" for leaf, (_, out) in wanted.items() if found[leaf] != out.numel()]
         if lost:
@@ -149,17 +164,48 @@ def read_index(path: str | os.PathLike[str]) -> StateIndex:
         raise CheckpointError(
             f"{folder / STATE} is {about.get('format')!r} version {about.get('version')}; this xtf reads {_FORMAT!r} version {_VERSION}"
         )
-    leaves = cast("dict[str, tuple[str, list[int]]]", about["leaves"])
-    shards, others = (cast("dict[str, tuple[int, int]]", about[kind]) for kind in ("shards", "others"))
+    wrong = _wrong(about)
+    if wrong:
+        raise CheckpointError(f"{folder / STATE} {wrong}: no xtf.save_state wrote that; take another checkpoint")
     return StateIndex(
         folder,
         about["step"],
         about["extra"],
-        {name: Leaf(dtype, tuple(shape)) for name, (dtype, shape) in leaves.items()},
+        {name: Leaf(dtype, tuple(shape)) for name, (dtype, shape) in about["leaves"].items()},
         about["records"],
-        {name: Written(*pair) for name, pair in shards.items()},
-        {name: Written(*pair) for name, pair in others.items()},
+        {name: Written(*pair) for name, pair in about["shards"].items()},
+        {name: Written(*pair) for name, pair in about["others"].items()},
     )
+
+
+def _wrong(about: Mapping[str, Any]) -> str:
+    """What of an index is not as `StateIndex.write` writes it; empty if all is."""
+    step = about.get("step")
+    if not _is_count(step):
+        return f"has the step {step!r:.40}, expected a whole number of at least 0"
+    for kind in ("extra", "leaves", "records", "shards", "others"):
+        if not isinstance(about.get(kind), dict):
+            return f"has {kind} {about.get(kind)!r:.40}, expected an object"
+    for name, leaf in about["leaves"].items():
+        if not (
+            _is_pair(leaf) and str(leaf[0]) in _DTYPES and isinstance(leaf[1], list) and all(map(_is_count, cast("list[Any]", leaf[1])))
+        ):
+            return f"says of the leaf {name!r:.60} {leaf!r:.60}, expected a dtype and a shape"
+    for name, record in about["records"].items():
+        if not isinstance(record, str):
+            return f"says of the record {name!r:.60} {record!r:.60}, expected a name"
+    for name, written in (*about["shards"].items(), *about["others"].items()):
+        if FilePath(name).name != name or not (_is_pair(written) and all(map(_is_count, written))):
+            return f"says of the file {name!r:.60} {written!r:.60}, expected its size and its checksum"
+    return ""
+
+
+def _is_pair(value: Any) -> bool:
+    return isinstance(value, list) and len(cast("list[Any]", value)) == 2
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
 
 
 def read_params(
@@ -170,6 +216,33 @@ def read_params(
     Raises:
         CheckpointError: if a file is missing or damaged, or the parameters are not the model's: all that differ are named.
     """
+    index, specs = _index_of(model, path), leaf_specs(model)
+    found = {
+        name: torch.empty([stop - start for start, stop in blocks[name]], dtype=spec.dtype, device=device) for name, spec in specs.items()
+    }
+    index.read({PARAMS + name: (blocks[name], out) for name, out in found.items()})
+    return found
+
+
+def open_params(model: Described, path: str | os.PathLike[str]) -> Callable[[Path, Sequence[Range]], Tensor]:
+    """``read(leaf, ranges)`` of the parameters of a training checkpoint, as `read_params`, for many reads one after another.
+
+    Raises:
+        CheckpointError: as `read_params`, also when ``read`` is called.
+    """
+    index, specs = _index_of(model, path), leaf_specs(model)
+    shards = list(index.opened())
+
+    def read(leaf: Path, ranges: Sequence[Range]) -> Tensor:
+        out = torch.empty([stop - start for start, stop in ranges], dtype=specs[leaf].dtype)
+        index.read({PARAMS + leaf: (ranges, out)}, shards)
+        return out
+
+    return read
+
+
+def _index_of(model: Described, path: str | os.PathLike[str]) -> StateIndex:
+    """The index of a training checkpoint, known to be of this model's parameters."""
     index, specs = read_index(path), leaf_specs(model)
     stored = {name.removeprefix(PARAMS): leaf for name, leaf in index.leaves.items() if name.startswith(PARAMS)}
     missing, extra = [name for name in specs if name not in stored], [name for name in stored if name not in specs]
@@ -187,11 +260,7 @@ def read_params(
             extra=extra,
             misshapen=list(misshapen),
         )
-    found = {
-        name: torch.empty([stop - start for start, stop in blocks[name]], dtype=spec.dtype, device=device) for name, spec in specs.items()
-    }
-    index.read({PARAMS + name: (blocks[name], out) for name, out in found.items()})
-    return found
+    return index
 
 
 def report(kinds: Mapping[str, Sequence[str]]) -> str:

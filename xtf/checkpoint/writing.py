@@ -6,8 +6,8 @@ import json
 import os
 import shutil
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path as FilePath
 from typing import BinaryIO
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from xtf import tree
 from xtf.checkpoint.folder import CONFIG, INDEX, SINGLE, TOKENIZER, CheckpointError, Described, existing_folder, leaf_specs, tensor_shapes
-from xtf.checkpoint_map import take_apart
+from xtf.checkpoint_map import Piece, Range, Source, pieces, take_apart
 from xtf.files import folder_atomically
 from xtf.spec import ParamSpec
 from xtf.tree import Path, Tree
@@ -118,9 +118,50 @@ def save_leaves(
         for leaf in specs:
             get_leaf(leaf)
         return
+    with _files(model, shards, path, tokenizer_from) as place:
+        for leaf, spec in specs.items():
+            _write_leaf(model, leaf, spec, get_leaf(leaf), place)
+
+
+def save_blocks(
+    model: Described,
+    read: Callable[[Path, Sequence[Range]], Tensor],
+    path: str | os.PathLike[str],
+    *,
+    shard_bytes: int = 5_000_000_000,
+    tokenizer_from: str | os.PathLike[str] | None = None,
+    piece_bytes: int = 1 << 24,
+) -> None:
+    """Like `save_leaves`, asking for leaves piece by piece: ``read(leaf, ranges)`` gives a block, a half-open range per dim.
+
+    No more than one piece is held here. It is some rows of a stored tensor: a layer's experts come one by one.
+
+    Args:
+        model, path, shard_bytes, tokenizer_from: as for `save_leaves`.
+        read: gives a block of a leaf, on any device.
+        piece_bytes: bytes of a piece, where one row is not larger.
+
+    Raises:
+        CheckpointError, OSError: as `save_leaves`.
+        ValueError: as `save_leaves`, and for a block of another shape.
+    """
+    if shard_bytes < 1 or piece_bytes < 1:
+        raise ValueError(f"shard_bytes is {shard_bytes} and piece_bytes is {piece_bytes}, expected at least 1: bytes of a file, of a piece")
+    specs, shards = leaf_specs(model), _plan(model, shard_bytes)
+    with _files(model, shards, path, tokenizer_from) as place:
+        for leaf, spec in specs.items():
+            for piece in pieces(model.sources[leaf], spec.shape, max(1, piece_bytes // spec.dtype.itemsize)):
+                _write_piece(leaf, piece, read(leaf, piece.block), place)
+
+
+@contextmanager
+def _files(
+    model: Described, shards: Mapping[str, Sequence[_Planned]], path: str | os.PathLike[str], tokenizer_from: str | os.PathLike[str] | None
+) -> Generator[dict[str, tuple[BinaryIO, _Planned]]]:
+    """The file of each tensor and its place there; all but the tensors' bytes are written."""
     tokenizer = check_target(path, tokenizer_from)
     with folder_atomically(path) as folder:
-        (folder / CONFIG).write_text(json.dumps(config_json(model, specs), indent=2) + "\n", encoding="utf-8")
+        (folder / CONFIG).write_text(json.dumps(config_json(model, leaf_specs(model)), indent=2) + "\n", encoding="utf-8")
         for file in tokenizer:
             shutil.copyfile(file, folder / file.name)
         if len(shards) > 1:
@@ -131,8 +172,7 @@ def save_leaves(
                 file = stack.enter_context(open(folder / name, "xb"))
                 file.write(_header(shard))
                 place.update({planned.name: (file, planned) for planned in shard})
-            for leaf, spec in specs.items():
-                _write_leaf(model, leaf, spec, get_leaf(leaf), place)
+            yield place
 
 
 def check_target(path: str | os.PathLike[str], tokenizer_from: str | os.PathLike[str] | None) -> list[FilePath]:
@@ -144,9 +184,21 @@ def check_target(path: str | os.PathLike[str], tokenizer_from: str | os.PathLike
 def _write_leaf(model: Described, leaf: Path, spec: ParamSpec, value: Tensor, place: Mapping[str, tuple[BinaryIO, _Planned]]) -> None:
     if tuple(value.shape) != spec.shape:
         raise ValueError(f"the leaf {leaf!r} has shape {tuple(value.shape)}, expected the whole leaf {spec.shape}: gather it first")
-    for name, tensor in take_apart(model.sources[leaf], value.detach()):
+    _write(model.sources[leaf], value, 0, place)
+
+
+def _write_piece(leaf: Path, piece: Piece, value: Tensor, place: Mapping[str, tuple[BinaryIO, _Planned]]) -> None:
+    wanted = tuple(stop - start for start, stop in piece.block)
+    if tuple(value.shape) != wanted:
+        raise ValueError(f"the block {piece.block} of the leaf {leaf!r} has shape {tuple(value.shape)}, expected {wanted}")
+    _write(piece.source, value.reshape(piece.shape), piece.row, place)
+
+
+def _write(source: Source, value: Tensor, row: int, place: Mapping[str, tuple[BinaryIO, _Planned]]) -> None:
+    """Write a leaf, or some rows of its tensors, from ``row`` on."""
+    for name, tensor in take_apart(source, value.detach()):
         file, planned = place[name]
-        file.seek(planned.begin)
+        file.seek(planned.begin + row * torch.Size(planned.shape[1:]).numel() * planned.dtype.itemsize)
         flat = tensor.to(device="cpu", dtype=planned.dtype).contiguous().reshape(-1)
         file.write(flat.view(torch.uint8).numpy().data)
 

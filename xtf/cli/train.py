@@ -122,7 +122,7 @@ def built(launch: Launch) -> Recipe:
         return recipe
     except (ValueError, OSError, MemoryError):
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         if launch.file is None:
             raise
         lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(launch.file)]

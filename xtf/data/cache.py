@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 from xtf.data.codec import Encoded
 from xtf.data.documents import Document, Documents
-from xtf.files import folder_atomically
+from xtf.files import folder_atomically, parse_json
 
 FORMAT = 1
 """Goes up whenever the same input gives other tokens or other files."""
@@ -90,7 +90,7 @@ def read_entry(folder: Path, path: str) -> Entry | None:
         path: the file as the caller calls it, for what was skipped.
     """
     try:
-        meta = cast(dict[str, Any], json.loads((folder / "meta.json").read_text(encoding="utf-8")))
+        meta = cast(dict[str, Any], parse_json((folder / "meta.json").read_text(encoding="utf-8")))
         tokens, documents = int(meta["tokens"]), int(meta["documents"])
         ends = _mapped(folder / "ends.bin", np.dtype(np.int64), documents)
         ids = _mapped(folder / "ids.bin", np.dtype(np.int32), tokens)

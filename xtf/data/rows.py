@@ -175,12 +175,10 @@ def _parquet(path: Path) -> Iterator[Row]:
                 for value in batch.to_pylist():
                     number += 1
                     yield Row(number, _without_nulls(value), size * number // total, "row")
-    except RowError:
+    except (RowError, MemoryError):
         raise
-    except Exception as error:
-        if type(error).__module__.startswith("pyarrow"):
-            raise RowError(path, None, f"cannot be read as Parquet: {error}") from error
-        raise
+    except Exception as error:  # pyarrow's own, and those of texts that are not UTF-8 or times that no calendar has
+        raise RowError(path, None, f"cannot be read as Parquet: {error}") from error
 
 
 def _without_nulls(value: object) -> object:

@@ -14,8 +14,8 @@ from torch import Tensor
 
 import xtf
 from xtf import tree
-from xtf.checkpoint.reading import load_leaves
-from xtf.checkpoint.writing import check_target, save_leaves
+from xtf.checkpoint.reading import load_leaves, open_leaves
+from xtf.checkpoint.writing import check_target, save_blocks
 from xtf.model import Model
 from xtf.run.source import DtypeName, Prefer, find, has_tokenizer, note, stored_dtype
 from xtf.spec import ParamSpec
@@ -44,7 +44,7 @@ class ExportOptions:
 
 
 def run(options: ExportOptions) -> Path:
-    """Write the checkpoint, with no more than `GROUP_BYTES` of it (or its largest leaf) in memory.
+    """Write the checkpoint piece by piece: memory does not grow with it, nor with a layer's experts.
 
     Returns:
         The folder that was written.
@@ -64,7 +64,8 @@ def run(options: ExportOptions) -> Path:
     if tokenizer is None:
         note(f"{folder} has no tokenizer: the export has none either")
     model = xtf.models.from_hf(folder, dtype=getattr(torch, options.dtype or stored_dtype(folder)))
-    save_leaves(model, leaf_by_leaf(model, folder), options.out, shard_bytes=shard_bytes, tokenizer_from=tokenizer)
+    with open_leaves(model, folder) as read:
+        save_blocks(model, read, options.out, shard_bytes=shard_bytes, tokenizer_from=tokenizer)
     note(f"wrote {options.out}")
     return options.out
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from xtf.files import write_atomically
+from xtf.files import parse_json, write_atomically
 from xtf.mesh import Mesh
 from xtf.run.ranks import agree, together
 from xtf.run.recipe import Recipe, RecipeFn, load_recipe, plain, read_value, resolve, settings_of
@@ -118,9 +118,10 @@ def read_run(folder: Path) -> dict[str, Any]:
         ValueError: if it is missing or damaged.
     """
     try:
-        found: Any = json.loads((folder / RUN).read_text(encoding="utf-8"))
-        if isinstance(found, dict) and {"recipe", "settings"} <= found.keys():
-            return typing.cast("dict[str, Any]", found)
+        found: Any = parse_json((folder / RUN).read_text(encoding="utf-8"))
+        about = typing.cast("dict[str, Any]", found) if isinstance(found, dict) else {}
+        if isinstance(about.get("recipe"), str) and isinstance(about.get("settings"), dict):
+            return about
         raise ValueError("it has no recipe and settings")
     except (OSError, ValueError) as error:
         raise ValueError(f"{folder} is not the folder of a run: {RUN} cannot be read ({error})") from None

@@ -13,7 +13,7 @@ from typing import Any, BinaryIO, Union, cast
 import numpy as np
 from torch import Tensor
 
-from xtf.files import write_atomically
+from xtf.files import parse_json, write_atomically
 
 Value = Union[float, int, None, "list[Value]"]
 """A number, ``null`` where it is not finite, or nested lists of them."""
@@ -124,7 +124,7 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes, Row]]:
                 if not line.endswith(b"\n"):
                     return
                 try:
-                    row: Any = json.loads(line)
+                    row: Any = parse_json(line)
                 except ValueError as error:  # not JSON, or not even UTF-8
                     raise ValueError(f"{path}, line {number}: not JSON: {getattr(error, 'msg', error)}") from error
                 if not isinstance(row, dict) or not isinstance(cast(Any, row).get("step"), int):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from xtf.files import parse_json
 from xtf.run.experts import plot_experts
 from xtf.run.figure import (
     BLUE,
@@ -237,7 +237,7 @@ def _described(folder: Path) -> tuple[str, float | None]:
     """The title and the unigram entropy of the text that the run's ``run.json`` says; else the folder's name, and ``None``."""
     title, entropy = folder.resolve().name, None
     try:
-        found: Any = json.loads((folder / "run.json").read_text(encoding="utf-8"))
+        found: Any = parse_json((folder / "run.json").read_text(encoding="utf-8"))
         title = str(found.get("title") or title)
         entropy = float(found["data"]["unigram_entropy"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError):

@@ -204,7 +204,7 @@ def load_recipe(path: Path) -> RecipeFn:
     module = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ValueError(f"the recipe {path} fails when it is read: {type(error).__name__}: {error}") from error
     found = getattr(module, "recipe", None)
     if not callable(found):
@@ -216,12 +216,15 @@ def settings_of(recipe: RecipeFn) -> dict[str, Setting]:
     """The keyword arguments of a recipe; their help is what the ``Args`` of its docstring say.
 
     Raises:
-        ValueError: for an argument without a default: every setting needs one.
+        ValueError: for an argument without a default: every setting needs one; for annotations that cannot be read.
     """
-    hints = typing.get_type_hints(recipe)
+    try:
+        hints, signature = typing.get_type_hints(recipe), inspect.signature(recipe)
+    except Exception as error:  # an annotation may be any expression
+        raise ValueError(f"the arguments of the recipe cannot be read: {type(error).__name__}: {error}") from error
     said = {p.arg_name: p.description or "" for p in parse(inspect.getdoc(recipe) or "").params}
     found: dict[str, Setting] = {}
-    for name, parameter in inspect.signature(recipe).parameters.items():
+    for name, parameter in signature.parameters.items():
         if parameter.default is parameter.empty:
             raise ValueError(f"the recipe's argument {name!r} has no default: every setting needs one")
         found[name] = Setting(hints.get(name, type(parameter.default)), parameter.default, " ".join(said.get(name, "").split()))

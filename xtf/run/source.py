@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 from rich.console import Console
 
 from xtf.checkpoint.folder import CONFIG, TOKENIZER, CheckpointError, existing_folder
+from xtf.files import parse_json
 
 if TYPE_CHECKING:
     import torch
@@ -80,7 +80,7 @@ def find(path: str | Path, prefer: Prefer = "best") -> Path:
 def is_checkpoint(folder: Path) -> bool:
     """Whether the folder's ``config.json`` describes a model; a run's own does not."""
     try:
-        config: object = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+        config: object = parse_json((folder / CONFIG).read_text(encoding="utf-8"))
     except FileNotFoundError:
         return False
     except NotADirectoryError:
@@ -117,6 +117,7 @@ def load_tokenizer(folder: Path) -> Any:
 
     try:
         tokenizer: Any = cast(Any, AutoTokenizer).from_pretrained(folder, local_files_only=True)
+        list(tokenizer("a")["input_ids"])  # some damage shows only when it is used
     except Exception as error:  # whatever transformers and tokenizers raise for a broken file
         raise CheckpointError(f"the tokenizer in {folder} cannot be read: {error}") from error
     return tokenizer
@@ -158,7 +159,7 @@ def end_ids(folder: Path, tokenizer: Any) -> frozenset[int]:
     found: set[int] = set()
     for name in ("generation_config.json", CONFIG):
         try:
-            config: object = json.loads((folder / name).read_text(encoding="utf-8"))
+            config: object = parse_json((folder / name).read_text(encoding="utf-8"))
         except FileNotFoundError:
             continue
         except ValueError as error:
