@@ -222,23 +222,25 @@ def _view(op: Operation) -> Kind:
 
 
 def regrouped(old: Sequence[int], new: Sequence[int], dim: int) -> int | None:
-    """The dim of a view in which a dim's first factor is.
+    """The dim of a view in which the first factor of a dim is; ``None`` where dims of size 1 leave it open.
 
     Example:
-        >>> regrouped((6, 4), (6, 2, 2), 1), regrouped((6, 2, 2), (12, 2), 0), regrouped((6, 4), (8, 3), 0)
-        (1, 0, 0)
+        >>> regrouped((6, 4), (6, 2, 2), 1), regrouped((6, 2, 2), (12, 2), 1), regrouped((6, 1, 4), (6, 4), 1)
+        (1, 0, 1)
+        >>> regrouped((6, 4), (6, 1, 4), 1) is None
+        True
     """
-    before = math.prod(old[:dim])
+    if tuple(old) == tuple(new):
+        return dim
     if 0 in old:
-        return dim if dim < len(new) and old[: dim + 1] == new[: dim + 1] else None
-    size = 1
-    for at, n in enumerate(new):
-        if size == before and (n > 1 or at > 0 or old[dim] == 1):
-            return at
-        if size < before < size * n:
-            return at
-        size *= n
-    return len(new) - 1 if new else None
+        return None
+    before = math.prod(old[:dim])
+    same, there = ([at for at in range(len(shape)) if math.prod(shape[:at]) == before] for shape in (old, new))
+    if not there:  # merged with what is before it
+        return max((at for at in range(len(new)) if math.prod(new[:at]) < before), default=None)
+    if len(same) == len(there):
+        return there[same.index(dim)]
+    return there[0] if len(there) == 1 and dim == same[0] else None
 
 
 def _transpose(op: Operation) -> Kind:
@@ -546,7 +548,7 @@ def _read(op: Operation) -> list[Kind]:
 # Kernels -------------------------------------------------------------------------------------------------------------------------
 
 
-def _attention(op: Operation) -> list[Kind]:
+def attention(op: Operation) -> list[Kind]:
     """Queries, keys and values: tokens or heads may be sharded. Of a backward, the gradient comes first."""
     tensors = [at for at, x in enumerate(op.args) if isinstance(x, Tensor) and x.is_floating_point()]
     kinds = [_joined(op.kinds[at]) for at in tensors]
@@ -625,7 +627,7 @@ RULES: Mapping[str, Rule] = _table(
     (_fill, "fill"),
     (_read, "_local_scalar_dense"),
     (
-        _attention,
+        attention,
         "attention_cpu attention_cpu_backward _scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_flash_attention_for_cpu_backward",
     ),
     (_grouped, "grouped_mm_cpu grouped_mm_cpu_dx grouped_mm_cpu_dw"),

@@ -39,17 +39,21 @@ the rules of operations, `xtf.check_types` runs a step.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode  # pyright: ignore[reportPrivateUsage]
 from torch.utils.weak import WeakIdKeyDictionary
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 
 Letter = Literal["0", "H", "R", "S", "P", "M", "C"]
 
@@ -233,22 +237,26 @@ class Typing(TorchDispatchMode):
             return func(*args, **kwargs)
         schema = func._schema
         space, _, called = schema.name.partition("::")
-        inplace = called.endswith("_") and not called.endswith("__")
-        arguments = schema.arguments
+        inplace, arguments = called.endswith("_") and not called.endswith("__"), schema.arguments
         bound = [args[i] if i < len(args) else kwargs.get(a.name, a.default_value) for i, a in enumerate(arguments)]
         named = {a.name: value for a, value in zip(arguments, bound, strict=True)}
-        rule = self._rule(f"{space}::{called.removesuffix('_') if inplace else called}", _elementwise(func))
+        rule = self._rule(f"{space}::{called.removesuffix('_') if inplace else called}", torch.Tag.pointwise in func.tags)
         target: list[Tensor] = [bound[0]] if inplace else [t for a, t in zip(arguments, bound, strict=True) if a.is_out and t is not None]
-        kinds = {axis: [self._of(value, axis) for value in bound] for axis in self.axes}
-        with self.paused():
-            out = func(*args, **kwargs)
-        outs = target or _tensors(out)
-        made = f"{called.removesuffix('_')} in {self.place}"
         name = called.removesuffix("_") if inplace else called
+        return self.follow(lambda: func(*args, **kwargs), rule, name, bound, named, target)
+
+    def follow(
+        self, run: Callable[[], Any], rule: Rule, name: str, args: Sequence[Any], named: Mapping[str, Any], target: Sequence[Tensor] = ()
+    ) -> Any:
+        """Run an operation whose result, or what it changes in place, has the types that its rule says."""
+        kinds = {axis: [self._of(value, axis) for value in args] for axis in self.axes}
+        with self.paused():
+            out = run()
+        outs = target or _tensors(out)
         found: list[dict[str, Kind]] = [{} for _ in outs]
         for axis, n in self.axes.items():
             try:
-                given = rule(Operation(name, bound, kinds[axis], outs, n, made, named))
+                given = rule(Operation(name, args, kinds[axis], outs, n, f"{name} in {self.place}", named))
             except Refused as refused:
                 raise self.error(refused.why, axis, refused.kind, name) from None
             for at, row in enumerate(found):
@@ -297,6 +305,29 @@ class Typing(TorchDispatchMode):
         return ValueTypeError("\n  ".join(lines))
 
 
+def followed_by(rule: Rule, changes: int = 0) -> Callable[[Callable[_P, _T]], Callable[_P, _T]]:
+    """Declares a function's types: where types are followed they are what ``rule`` says, whatever operations it runs inside. For what no
+    rule of an operation can tell, as that a sum over some keys is whole because other ranks sum over the others.
+
+    Args:
+        rule: of the function as one operation, with its positional arguments.
+        changes: how many of its first arguments are what it gives, changed in place; 0 for what it returns.
+    """
+
+    def declare(fn: Callable[_P, _T]) -> Callable[_P, _T]:
+        @functools.wraps(fn)
+        def run(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+            typing = _get_current_dispatch_mode()
+            if not isinstance(typing, Typing):
+                return fn(*args, **kwargs)
+            target = [x for x in args[:changes] if isinstance(x, Tensor)]
+            return typing.follow(lambda: fn(*args, **kwargs), rule, fn.__name__, args, kwargs, target)
+
+        return run
+
+    return declare
+
+
 def _overwritten(had: Kind, new: Kind, same_dims: bool) -> Kind:
     """The kind of a tensor into a part of which something was written."""
     new = new if same_dims or new.letter != "S" else replace(new, dim=None)
@@ -312,10 +343,6 @@ def _overwritten(had: Kind, new: Kind, same_dims: bool) -> Kind:
     if partial is not None and {had.letter, new.letter} & set("HR"):
         return replace(partial, letter="M")
     return VARIES
-
-
-def _elementwise(func: Any) -> bool:
-    return torch.Tag.pointwise in func.tags
 
 
 def _tensors(value: Any) -> list[Tensor]:
