@@ -158,7 +158,7 @@ class _TypedStep(TrainStep):
                     kind = VARIES
                 if known is not None and kind.letter == "S" and kind.dim is None and known[axis].letter == "S":
                     kind = known[axis]
-                typing.set(x, {a: kind if a == axis else typing.kind(x, a) for a in typing.axes}, f"written by {stage} ({doing})")
+                typing.set(x, {a: kind if a == axis else typing.kind(x, a) for a in typing.axes}, typing.said(x) or f"written by {stage} ({doing})")
 
     def _equal(self, axis: str, values: Sequence[Tensor]) -> list[bool]:
         """Whether each value has the same bits on all ranks of an axis."""

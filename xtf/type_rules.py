@@ -28,7 +28,7 @@ def rule_of(name: str, elementwise: bool, more: Mapping[str, Rule] | None = None
     short = name.partition("::")[2]
     if short in RULES and name.startswith(("aten::", "xtf::")):
         return RULES[short]
-    if name.startswith("aten::") and short.endswith("_backward"):
+    if name.startswith("aten::") and "_backward" in short:
         return _backward
     return _function if elementwise and name.startswith("aten::") else _unknown
 
@@ -423,14 +423,20 @@ def _over_dim(op: Operation) -> list[Kind]:
 
 
 def _nll(op: Operation) -> list[Kind]:
-    kinds = _every(op)
+    kinds = _flat(op.kinds)
     refuse_partial(kinds)
-    kind, reduction = _varying(kinds) if any(k.letter == "S" for k in kinds) else _plain(kinds), op.named["reduction"]
-    if kind.letter == "S" and reduction:
-        if reduction == 1:
-            raise Refused(kind, _LOCAL_MEAN)
-        return [op.partial if kind.dim == 0 else VARIES, VARIES]
-    return [kind, kind]
+    kind = _varying([k for k in kinds if k.dim == 0] or kinds) if any(k.letter == "S" for k in kinds) else _plain(kinds)
+    if kind.letter == "S" and op.named["reduction"] == 1:
+        raise Refused(kind, _LOCAL_MEAN)
+    return [op.partial if kind.dim == 0 and op.named["reduction"] else kind, VARIES if kind.letter == "S" else kind]
+
+
+def _nll_backward(op: Operation) -> Kind:
+    kinds = _flat(op.kinds)
+    if kinds[0].letter == "P" and all(k.letter in "RH0" for k in kinds[1:]):
+        return kinds[0]
+    refuse_partial(kinds)
+    return _varying([k for k in kinds if k.dim == 0] or kinds) if any(k.letter == "S" for k in kinds) else _plain(kinds)
 
 
 # Rows picked and rows added -------------------------------------------------------------------------------------------------------
@@ -607,6 +613,7 @@ RULES: Mapping[str, Rule] = _table(
     (_add(-1.0), "sub"),
     (_mul, "mul"),
     (_div, "div"),
+    (_function, "floor_divide"),
     (_where, "where"),
     (_masked_fill, "masked_fill"),
     (_mm, "mm bmm addmm baddbmm"),
@@ -615,6 +622,7 @@ RULES: Mapping[str, Rule] = _table(
     (_mean, "mean"),
     (_over_dim, "amax amin aminmax any all logsumexp linalg_vector_norm sort topk argsort argmax cumsum _softmax _log_softmax"),
     (_nll, "nll_loss_forward"),
+    (_nll_backward, "nll_loss_backward"),
     (_embedding, "embedding"),
     (_index_select, "index_select"),
     (_index, "index"),

@@ -176,7 +176,7 @@ class Typing(TorchDispatchMode):
     def __init__(self, axes: Mapping[str, int], rule: Callable[[str, bool], Rule]) -> None:
         super().__init__()
         self.axes = dict(axes)
-        self.place = Place("the step", "before its first stage")
+        self.place = Place("the step", "between its stages")
         self._rule = rule
         self._entries: Any = WeakIdKeyDictionary()
         self._written: dict[int, _Written] = {}
