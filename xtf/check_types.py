@@ -17,18 +17,18 @@ from torch import Tensor
 
 from xtf import tree
 from xtf.batch import PER_DOCUMENT, Batch
-from xtf.collectives import Axis, Call
+from xtf.collectives import Call
 from xtf.collectives.simulated import SimulatedAxis, World, run_ranks
 from xtf.mesh import Mesh, split_batch
 from xtf.model import Model
 from xtf.optim import Optimizer
 from xtf.overlap import Layout
 from xtf.placement import Placement
-from xtf.stage import Exchange, Pair, Program, Stage, Transfer
+from xtf.stage import Exchange, Pair, Stage, Transfer
 from xtf.step import TrainStep, apply, train_step
 from xtf.step_loss import StepLoss
 from xtf.tree import Path, Tree
-from xtf.type_rules import rule_of
+from xtf.type_rules import joined, rule_of, window
 from xtf.value_types import HOST, VARIES, WHOLE, Kind, Rule, Typing, ValueTypeError, piece
 from xtf.walk import Plan
 
@@ -83,13 +83,11 @@ class _TypedAxis(SimulatedAxis):
 
     def _of_parts(self, call: Call, axis: str, kind: Kind) -> Kind:
         """Of a buffer of several kinds."""
-        from xtf.type_rules import _joined, _window  # pyright: ignore[reportPrivateUsage]
-
         if call.op == "reduce_scatter":
             start = sum(call.sizes[: self.index])
-            kind = _window(kind, 0, start, start + call.sizes[self.index])
+            kind = window(kind, 0, start, start + call.sizes[self.index])
         elif call.op not in ("all_reduce", "broadcast", "permute"):
-            return VARIES if axis not in self.names else self._result(call, axis, _joined(kind))
+            return VARIES if axis not in self.names else self._result(call, axis, joined(kind))
         if kind.letter != "C":
             return self._result(call, axis, kind) if axis in self.names else kind
         if axis not in self.names:
@@ -101,7 +99,9 @@ class _TypedAxis(SimulatedAxis):
         n, said = self.typing.axes[axis], f"{call.op}{f' {call.label!r}' if call.label else ''}"
         sums = call.op == "reduce_scatter" or (call.op == "all_reduce" and call.reduction == "sum")
         if kind.letter == "M" or (kind.letter == "P" and not sums and call.op != "exchange_counts"):
-            raise self.typing.error("moves a value that is partial, not summed" if kind.letter == "P" else "sums a mixture", axis, kind, said)
+            raise self.typing.error(
+                "moves a value that is partial, not summed" if kind.letter == "P" else "sums a mixture", axis, kind, said
+            )
         if sums and kind.letter == "R" and not all(abs(factor * n - 1) < 1e-9 for _, factor in kind.whole):
             why = f"sums a value that is already the same on all ranks: it comes to {n} times that. Leave one of the two reductions out"
             raise self.typing.error(why, axis, kind, said)
@@ -158,13 +158,16 @@ class _TypedStep(TrainStep):
                     kind = VARIES
                 if known is not None and kind.letter == "S" and kind.dim is None and known[axis].letter == "S":
                     kind = known[axis]
-                typing.set(x, {a: kind if a == axis else typing.kind(x, a) for a in typing.axes}, typing.said(x) or f"written by {stage} ({doing})")
+                typing.set(
+                    x, {a: kind if a == axis else typing.kind(x, a) for a in typing.axes}, typing.said(x) or f"written by {stage} ({doing})"
+                )
 
     def _equal(self, axis: str, values: Sequence[Tensor]) -> list[bool]:
         """Whether each value has the same bits on all ranks of an axis."""
         raw: SimulatedAxis = self.__dict__["raw_axes"][axis]
         with self.typing.paused():
-            bits = [hash((x.shape, x.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())) for x in values]
+            flat = [x.detach().clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8) for x in values]
+            bits = [hash((x.shape, bytes.numpy().tobytes())) for x, bytes in zip(values, flat, strict=True)]
             seen = raw.start_all_gather(torch.tensor(bits, dtype=torch.int64), [len(bits)] * raw.size, label="types").wait()
         return [bool(row) for row in (seen.view(raw.size, -1) == seen.view(raw.size, -1)[0]).all(0)]
 
@@ -230,7 +233,9 @@ class _TypedStep(TrainStep):
             self.report.stages += 1
             return dreads
 
-        return replace(node, forward=Transfer(start, wait, node.forward.stream), backward=Transfer(start_back, wait_back, node.backward.stream))
+        return replace(
+            node, forward=Transfer(start, wait, node.forward.stream), backward=Transfer(start_back, wait_back, node.backward.stream)
+        )
 
     def _stage(self, node: Stage) -> Stage:
         """With its transfers of parameters and gradients named."""
@@ -305,6 +310,10 @@ class _TypedStep(TrainStep):
             said = "replicated" if letter == "R" else str(kind) if letter == kind.letter else str(VARIES)
             made = f"\n  the partial sum was made by {kind.made}" if kind.made else ""
             raise ValueTypeError(f"{stage}: {what} is {said} over {over}, where {held}: {cause}{made}")
+
+
+_DOCUMENT = "document"
+"""The constant that says which of a rank's documents a token is of (`xtf.models.routers.document_constants`)."""
 
 
 @dataclass(frozen=True)
@@ -410,9 +419,9 @@ def _follow(
         for key, x in found.items():
             if isinstance(x, Tensor):
                 per_token = key not in PER_DOCUMENT and x.shape[:1] == (length,)
-                known = {axis: typing.kind(x, axis) for axis in typing.axes}
-                own = {axis: piece(0 if per_token else known[axis].dim, known[axis].local) for axis in (tokens if per_token else rows)}
-                typing.set(x, known | {axis: kind for axis, kind in own.items() if axis in typing.axes}, f"the constant {key}")
+                own = {axis: piece(0, key == _DOCUMENT and axis in rows) for axis in tokens} if per_token else {}
+                own = dict.fromkeys(rows, VARIES) if key in PER_DOCUMENT else own
+                typing.set(x, {axis: own.get(axis, HOST) for axis in typing.axes}, f"the constant {key}")
         return found
 
     step = _TypedStep(**{f.name: getattr(inner, f.name) for f in dataclasses.fields(inner)} | {"tokens": seeded})
@@ -422,8 +431,6 @@ def _follow(
     state = step.init(seed)
     for path, leaf in tree.items(state.params).items():
         typing.set(leaf, kinds_of(step.placements[path], typing.axes), f"the parameter {path}")
-    for key, x in part.items():
-        typing.set(x, {axis: piece(0) for axis in rows if axis in typing.axes}, f"the batch's {key}")
     with typing:
         new, metrics = step(state, part)
         evaluated = step.evaluate(state.params, part)
