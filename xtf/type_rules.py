@@ -282,12 +282,11 @@ def product(op: Operation, a: Kind, b: Kind, of_a: Mapping[int, int], of_b: Mapp
             refuse_partial([a, b])
         return a if a.letter == "P" else b
     sharded = [(k.dim, of) for k, of in ((a, of_a), (b, of_b)) if k.letter == "S"]
-    if any(dim is None for dim, _ in sharded):
+    known = [(dim, of) for dim, of in sharded if dim is not None]
+    left = [of[dim] for dim, of in known if dim in of]
+    if len(known) < len(sharded) or 0 < len(left) < len(known):
         return VARIES
-    left = [of[dim] for dim, of in sharded if dim in of]
-    if sharded and not left:
-        return op.partial
-    return together([a, b]) if not sharded else VARIES if len(left) < len(sharded) else together([piece(dim) for dim in left])
+    return together([a, b]) if not sharded else together([piece(dim) for dim in left]) if left else op.partial
 
 
 def _mm(op: Operation) -> Kind:

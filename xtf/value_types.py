@@ -41,7 +41,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, ParamSpec, TypeVar
@@ -79,7 +79,7 @@ class Kind:
     parts: tuple[tuple[int, Kind], ...] = ()
 
     def __str__(self) -> str:
-        names = {"0": "zero", "H": "the same everywhere", "R": "replicated", "P": "partial", "M": "a partial sum plus a whole value"}
+        names = {"0": "zero", "H": "replicated", "R": "replicated", "P": "partial", "M": "a partial sum plus a whole value", "C": "mixed"}
         return names.get(self.letter) or ("sharded" if self.dim is None else f"sharded along dim {self.dim}")
 
 
@@ -174,7 +174,7 @@ class Typing(TorchDispatchMode):
     """
 
     def __init__(self, axes: Mapping[str, int], rule: Callable[[str, bool], Rule]) -> None:
-        super().__init__()
+        super().__init__()  # pyright: ignore[reportUnknownMemberType]
         self.axes = dict(axes)
         self.place = Place("the step", "between its stages")
         self._rule = rule
@@ -211,7 +211,7 @@ class Typing(TorchDispatchMode):
         return entry.said if entry is not None else ""
 
     @contextmanager
-    def paused(self) -> Iterator[None]:
+    def paused(self) -> Generator[None]:
         """Operations in it are not followed."""
         self._paused += 1
         try:
@@ -220,7 +220,7 @@ class Typing(TorchDispatchMode):
             self._paused -= 1
 
     @contextmanager
-    def at(self, stage: str, doing: str, given: Sequence[tuple[str, Any]] = ()) -> Iterator[None]:
+    def at(self, stage: str, doing: str, given: Sequence[tuple[str, Any]] = ()) -> Generator[None]:
         """Operations in it are of this stage."""
         before = self.place
         self.place = Place(stage, doing, [(name, x) for name, x in given if isinstance(x, Tensor)])
@@ -250,8 +250,11 @@ class Typing(TorchDispatchMode):
     ) -> Any:
         """Run an operation whose result, or what it changes in place, has the types that its rule says."""
         kinds = {axis: [self._of(value, axis) for value in args] for axis in self.axes}
-        with self.paused():
+        self._paused += 1
+        try:
             out = run()
+        finally:
+            self._paused -= 1
         outs = target or _tensors(out)
         found: list[dict[str, Kind]] = [{} for _ in outs]
         for axis, n in self.axes.items():
@@ -301,7 +304,7 @@ class Typing(TorchDispatchMode):
         if kind.made:
             lines.append(f"the partial sum was made by {kind.made}")
         if kind.letter in "PM":
-            lines.append(f"sum it over {over} first: all_reduce or reduce_scatter, as an Exchange between the two stages")
+            lines.append(f"sum it over {over} first, with start_all_reduce or start_reduce_scatter; between stages, in an Exchange")
         return ValueTypeError("\n  ".join(lines))
 
 
