@@ -89,8 +89,26 @@ SPARSE: dict[str, Layout] = {
     ),
 }
 
+
+def columns(axis: Axis, enter: bool = True) -> testing.Transform:
+    """Columns of MLPs over an axis, with the collectives inside the stage."""
+
+    def part(stage: Any) -> Any:
+        def fn(params: Any, x: Tensor) -> Any:
+            inside = axis.copy(x) if enter else x
+            return (x + axis.sum(stage.fn(params, inside)[0] - inside),)
+
+        return dataclasses.replace(stage, fn=fn, key=(stage.key, "columns"), partial_over=(axis,)) if stage.kind == "mlp" else stage
+
+    def rewrite(step: TrainStep, program: Any) -> Any:
+        return tuple(part(node) if isinstance(node, Stage) else node for node in program)
+
+    return lambda step: step.replace("columns", owned={**step.owned, "mlp": axis}, rewrites=(*step.rewrites, rewrite))
+
+
 TENSOR: dict[str, Layout] = {
     "tensor": (lambda m: tensor_parallel(m["tensor"]), {"tensor": 2}),
+    "collectives in a stage": (lambda m: columns(m["tensor"]), {"tensor": 2}),
     "tensor and shards": (lambda m: compose(shard(m["data"]), tensor_parallel(m["tensor"]), chunk_loss(7)), {"data": 2, "tensor": 2}),
 }
 
@@ -192,6 +210,12 @@ def test_a_gradient_that_is_not_summed_at_the_end_of_its_way() -> None:
     said = caught(lambda m: compose(without("layers.0.attention.enter"), tensor_parallel(m["tensor"])), "qwen3", tensor=2)
     assert said.startswith("embed: the gradient of embed.weight is partial over tensor=2")
     assert "made by mm in layers.0.attention (backward)" in said
+
+
+def test_a_gradient_that_is_not_summed_inside_a_stage() -> None:
+    said = caught(lambda m: columns(m["tensor"], enter=False), "qwen3", tensor=2)
+    assert said.startswith("layers.1.mlp (backward): the gradient of x is a partial sum plus a whole value")
+    testing.check(lambda m: columns(m["tensor"]), model=laws.model("qwen3"), tensor=2)
 
 
 def test_partial_over_is_left_out() -> None:

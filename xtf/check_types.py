@@ -159,7 +159,7 @@ class _TypedStep(TrainStep):
 
     def _settle(self, at: str, doing: str, values: Sequence[tuple[str, Any]], like: _Like | None = None) -> None:
         """Name what a stage gave, and find what a number of the host made different. ``like`` has the types of what the first values are
-        gradients of: a piece of no known place is where that is."""
+        gradients of: that of a piece is a piece in the same place."""
         given = [(name, x) for name, x in values if isinstance(x, Tensor)]
         known = {name: row for (name, _), row in zip(values, like.rows if like is not None else (), strict=False)}
         equal = self.equal([x for _, x in given])
@@ -170,9 +170,10 @@ class _TypedStep(TrainStep):
                     with self.typing.at(at, doing):
                         raise self.typing.error(f"is {kind}: the whole part would count once for each rank", axis, kind, name)
                 if kind.letter in "RH" and not equal[axis][place]:
-                    kinds[axis] = VARIES
-                elif kind.letter == "S" and kind.dim is None and row is not None and row[axis].letter == "S":
-                    kinds[axis] = row[axis]
+                    kind = VARIES
+                if row is not None and row[axis].letter == "S" and (kind.letter in "RH" or kind == VARIES):
+                    kind = row[axis]
+                kinds[axis] = kind
             self.typing.set(x, kinds, self.typing.said(x) or f"written by {at} ({doing})")
         self.report.stages += 1
 
@@ -389,7 +390,7 @@ def check_types(
             typing = Typing({axis: n for axis, n in sizes.items() if n > 1}, lambda name, elementwise: rule_of(name, elementwise, rules))
             mesh = Mesh(sizes, rank, lambda mesh, names: _TypedAxis(mesh, names, world, typing))
             step = apply(transform(mesh), train_step(one, _ADDS))
-            if step.compilation.backend != "eager":
+            if step.compilation.backend != "eager" or step.compilation.donate:
                 raise ValueError(
                     f"check_types follows single operations, but the step is compiled by {step.compilation.backend!r}: leave that out"
                 )
