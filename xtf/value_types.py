@@ -32,8 +32,9 @@ any collective but the sums                         of P is refused
 an operation without a rule                         R of R, S of S; of P it is refused
 ==================================================  ========================================================================
 
-Not followed: numbers on the host, as a rank's index (what they make different is seen between stages, where values of ranks are compared), and
-that a gradient of a plain sum, one number for all tokens, is of as many tokens as a rank has (it counts as R until it meets a piece).
+Not followed: numbers on the host, as a rank's index (what they make different is seen between stages, where the values of ranks are
+compared); and that the gradient of a plain sum, one number for all tokens, is of as many tokens as a rank has (it counts as R until it
+meets a piece).
 
 The idea is that of the types of JAX's ``shard_map`` (``check_vma``: values that vary over manual axes) and of the placements of torch's
 DTensor (Replicate, Shard, Partial), here without a type in any signature: they are derived while a step runs. `xtf.type_rules` has
