@@ -36,9 +36,9 @@ Not followed: numbers on the host, as a rank's index (what they make different i
 compared); and that the gradient of a plain sum, one number for all tokens, is of as many tokens as a rank has (it counts as R until it
 meets a piece).
 
-The idea is that of the types of JAX's ``shard_map`` (``check_vma``: values that vary over manual axes) and of the placements of torch's
-DTensor (Replicate, Shard, Partial), here without a type in any signature: they are derived while a step runs. `xtf.type_rules` has
-the rules of operations, `xtf.check_types` runs a step.
+The idea is that of the types of JAX's ``shard_map`` (``check_vma``: values that vary over manual axes), of the placements of torch's
+DTensor (Replicate, Shard, Partial), and of ``spmd_types`` for PyTorch, which follows such types through operations and collectives; here
+without a type in any signature. `xtf.type_rules` has the rules of operations, `xtf.check_types` runs a step.
 """
 
 from __future__ import annotations
