@@ -23,6 +23,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from xtf.ops import partial_cuda
+from xtf.type_rules import attention
+from xtf.value_types import followed_by
 from xtf.zigzag import Block
 
 _BLOCK = 128  # queries at a time where the flash kernel does not serve
@@ -40,6 +42,7 @@ def blank(q: Float[Tensor, "Q heads D"], v: Float[Tensor, "K kv_heads Dv"]) -> t
     return out, torch.full(q.shape[:2], -torch.inf, dtype=wide, device=q.device)
 
 
+@followed_by(attention, changes=2)
 def attend(
     out: Float[Tensor, "Q heads Dv"],
     logsumexp: Float[Tensor, "Q heads"],
@@ -85,6 +88,7 @@ def attend(
             _merge(out, logsumexp, queries, mixed, lse.flatten(0, 1).T)
 
 
+@followed_by(attention, changes=3)
 def attend_backward(
     dq: Float[Tensor, "Q heads D"],
     dk: Float[Tensor, "K kv_heads D"],
