@@ -9,7 +9,6 @@ from typing import Any
 from torch import Tensor
 
 from xtf.host import HostMemory, check_host
-from xtf.optim import Optimizer
 from xtf.optim.placement import UNPLACED, Placement
 from xtf.step import TrainStep
 from xtf.tree import Path, Tree
@@ -52,7 +51,7 @@ def swap_optimizer(*, host: HostMemory | None = None) -> Callable[[TrainStep], T
         def update(grads: Tree, state: Any, params: Tree, placement: Placement = UNPLACED) -> tuple[Tree, Any]:
             return inner.update(grads, state, params, _OnHost(placement, pool))
 
-        return step.replace("swap_optimizer()", optimizer=Optimizer(init, update, inner.metrics))
+        return step.replace("swap_optimizer()", optimizer=inner._replace(init=init, update=update))
 
     return transform
 

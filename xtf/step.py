@@ -296,8 +296,8 @@ class TrainStep:
     # Running ---------------------------------------------------------------------------------------------------------------------
 
     def __call__(self, state: State, batch: Batch | Documents, *, record: Record | None = None) -> tuple[State, dict[str, Tensor]]:
-        """One step. Where the loss or the gradients' norm is not finite it is skipped: it counts in ``state.step`` and
-        ``state.skipped``, and changes nothing else.
+        """One step. Where the loss or the gradients' norm is not finite, or the optimizer refuses it (`xtf.optim.skip_spikes`), it is
+        skipped: it counts in ``state.step`` and ``state.skipped``, and changes nothing else.
 
         Args:
             state: this rank's state.
@@ -320,8 +320,12 @@ class TrainStep:
         metrics, grads = self._differentiate(params, run, record)
         metrics["grad_norm"] = placed.norm(grads)
         skipped = torch.zeros_like(state.skipped)
-        if read((metrics["loss"] + metrics["grad_norm"]).isfinite(), lambda: torch.tensor(True)):
-            updates, opt = self.optimizer.update(grads, state.opt, params, placed)
+        accepted, opt = (metrics["loss"] + metrics["grad_norm"]).isfinite(), state.opt
+        if self.optimizer.judge is not None:
+            fine, opt = self.optimizer.judge(opt, metrics)
+            accepted = accepted & fine.to(accepted.device)
+        if read(accepted, lambda: torch.tensor(True)):
+            updates, opt = self.optimizer.update(grads, opt, params, placed)
             params = self._update_untrained(apply_updates(params, updates, placed), run)
         else:
             skipped, opt = skipped + 1, state.opt

@@ -131,7 +131,7 @@ def watched(optimizer: Optimizer, live: Live) -> Optimizer:
         live.record(Event("run", "update", "optimizer", "update"))
         return updates, new
 
-    return Optimizer(optimizer.init, update, optimizer.metrics)
+    return optimizer._replace(update=update)
 
 
 def run(step: TrainStep, state: State, batch: Batch, live: Live) -> State:

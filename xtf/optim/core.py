@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any, NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 from xtf import tree
@@ -34,14 +35,25 @@ class UpdateFn(Protocol):
     def __call__(self, grads: Tree, state: Any, params: Tree, placement: Placement = UNPLACED) -> tuple[Tree, Any]: ...
 
 
+class JudgeFn(Protocol):
+    """``judge(state, seen) -> (accepted, state)``, before an update: whether the step is made, () bool, and the state it is made with.
+
+    ``seen`` are the step's metrics, ``"loss"`` and ``"grad_norm"`` among them, the same on every rank. Nothing given is modified: of a step
+    that is refused nothing is kept.
+    """
+
+    def __call__(self, state: Any, seen: Mapping[str, Tensor]) -> tuple[Tensor, Any]: ...
+
+
 class Optimizer(NamedTuple):
-    """An optimizer: three pure functions.
+    """An optimizer: three pure functions, and where it has one a rule that refuses steps.
 
     Args:
         init: see `InitFn`.
         update: see `UpdateFn`; its updates are added to the parameters (`apply_updates`).
         metrics: ``metrics(state) -> {name: value}``, values of shape (): what the last update used (``"lr"``), or what the first
             one will use, before it.
+        judge: see `JudgeFn`; ``None`` accepts every step.
 
     Example:
         >>> import torch
@@ -59,6 +71,7 @@ class Optimizer(NamedTuple):
     init: InitFn
     update: UpdateFn
     metrics: Callable[[Any], dict[str, Tensor]]
+    judge: JudgeFn | None = None
 
 
 def apply_updates(params: Tree, updates: Tree, placement: Placement = UNPLACED) -> Tree:
@@ -86,7 +99,7 @@ def apply_updates(params: Tree, updates: Tree, placement: Placement = UNPLACED) 
 def chain(*optimizers: Optimizer) -> Optimizer:
     """One optimizer after another, each given the updates of the one before as its gradients. None at all changes nothing.
 
-    The state is the tuple of their states; their metrics are joined.
+    The state is the tuple of their states; their metrics are joined. A step is made if none of them refuses it.
 
     Raises:
         ValueError: (of ``metrics``) if two of them report the same name.
@@ -119,7 +132,16 @@ def chain(*optimizers: Optimizer) -> Optimizer:
             joined |= new
         return joined
 
-    return Optimizer(init, update, metrics)
+    def judge(state: tuple[Any, ...], seen: Mapping[str, Tensor]) -> tuple[Tensor, tuple[Any, ...]]:
+        accepted, states = torch.tensor(True), list[Any]()
+        for optimizer, part in zip(optimizers, state, strict=True):
+            if optimizer.judge is not None:
+                fine, part = optimizer.judge(part, seen)
+                accepted = accepted.to(fine.device) & fine
+            states.append(part)
+        return accepted, tuple(states)
+
+    return Optimizer(init, update, metrics, judge if any(optimizer.judge is not None for optimizer in optimizers) else None)
 
 
 def partition(labels: Callable[[Path, Tensor], Hashable] | Tree, optimizers: Mapping[Any, Optimizer]) -> Optimizer:
@@ -134,7 +156,8 @@ def partition(labels: Callable[[Path, Tensor], Hashable] | Tree, optimizers: Map
         An optimizer with the state ``{label: state}`` and metrics named ``"label/name"``.
 
     Raises:
-        ValueError: if ``optimizers`` is empty; (of ``init`` and ``update``) if a leaf's label has no optimizer.
+        ValueError: if ``optimizers`` is empty, or one of them has a ``judge``, which is of all leaves; (of ``init`` and ``update``) if a
+            leaf's label has no optimizer.
 
     Example:
         >>> import torch
@@ -147,6 +170,9 @@ def partition(labels: Callable[[Path, Tensor], Hashable] | Tree, optimizers: Map
     """
     if not optimizers:
         raise ValueError("partition: optimizers is empty: give an optimizer for each label")
+    for label, optimizer in optimizers.items():
+        if optimizer.judge is not None:
+            raise ValueError(f"partition: the optimizer of {label!r} refuses steps, which are of all leaves: chain it before the partition")
 
     def label_leaves(params: Tree) -> list[Any]:
         found = tree.leaves(per_leaf(labels, params, "partition: labels"))

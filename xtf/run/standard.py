@@ -53,6 +53,7 @@ def standard(
     optimizer: Literal["adamw", "muon"] = "adamw",
     weight_decay: float = 0.1,
     clip: float = 1.0,
+    skip_spikes: float = 0.0,
     transforms: str | None = None,
     mesh: str = "data=-1",
     backend: Literal["inductor", "aot_eager", "eager"] = "inductor",
@@ -89,6 +90,7 @@ def standard(
         optimizer: AdamW, or Muon for matrices with AdamW for the rest.
         weight_decay: Decoupled; vectors (norms, biases) have none.
         clip: Largest global norm of the gradients; 0 does not clip.
+        skip_spikes: Skip a step whose gradient norm is more than this many times the median of the last 128; 0 skips none.
         transforms: In the order of compose, as shard,chunk_loss,accumulate=2,precision=bfloat16,expert_parallel=expert/2 (by
             default chunk_loss, and shard where there are several ranks).
         mesh: Axes of the ranks, as data=-1, data=-1,expert=8 or replica=2,data=4 (shard then keeps a copy per replica).
@@ -156,7 +158,8 @@ def standard(
         raise ValueError("--eval-data without --data: give the files to train on too")
     if not data and built.vocab < 2048:
         raise ValueError(f"--model {model} has a vocabulary of {built.vocab}, the tokenizer of the demo's text one of 2048: take another")
-    step = xtf.train_step(built, _optimizer(optimizer, rate, warmup, decay, steps, weight_decay, clip), device=device_backend()[1])
+    update = _optimizer(optimizer, rate, warmup, decay, steps, weight_decay, clip, skip_spikes)
+    step = xtf.train_step(built, update, device=device_backend()[1])
     applied = parse_transforms(default_transforms(ranks) if transforms is None else transforms, ranks)
     step = xtf.compile(xtf.compose(*applied)(step), backend=backend, donate=True)
     return Recipe(
@@ -219,12 +222,14 @@ def absolute(settings: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _optimizer(name: str, lr: float, warmup: int, decay: str, steps: int, weight_decay: float, clip: float) -> Optimizer:
+def _optimizer(name: str, lr: float, warmup: int, decay: str, steps: int, weight_decay: float, clip: float, spikes: float) -> Optimizer:
     if not 0 < lr < 1:
         raise ValueError(f"--lr is {lr}, expected a rate between 0 and 1, as 0.0001")
     for flag, value in (("weight-decay", weight_decay), ("clip", clip)):
         if not 0 <= value < math.inf:
             raise ValueError(f"--{flag} is {value}, expected a number of at least 0")
+    if spikes and not 1 < spikes < math.inf:
+        raise ValueError(f"--skip-spikes is {spikes}, expected 0, or a number above 1, as 10")
     warm = min(warmup, steps // 10)
     if decay == "constant":
         rate = xtf.optim.warmup_constant(lr, warm)
@@ -232,7 +237,9 @@ def _optimizer(name: str, lr: float, warmup: int, decay: str, steps: int, weight
         rate = (xtf.optim.warmup_cosine if decay == "cosine" else xtf.optim.warmup_linear)(lr, warm, steps, final=lr / 10)
     make = xtf.optim.adamw if name == "adamw" else xtf.optim.muon_adamw
     update = make(rate, betas=(0.9, 0.95), weight_decay=weight_decay, mask=xtf.optim.no_decay_1d)
-    return xtf.optim.chain(xtf.optim.clip_by_global_norm(clip), update) if clip else update
+    before = [xtf.optim.skip_spikes(spikes)] if spikes else []
+    before += [xtf.optim.clip_by_global_norm(clip)] if clip else []
+    return xtf.optim.chain(*before, update) if before else update
 
 
 PLAN = "plan:"
