@@ -67,6 +67,7 @@ def standard(
     mix: tuple[float, ...] = (),
     loss_weights: tuple[float, ...] = (),
     learn: tuple[Learn, ...] = (),
+    stop_after_skips: int = 10,
     evaluate_every: int = 50,
     save_every: int = 100,
     keep: int = 2,
@@ -105,6 +106,8 @@ def standard(
         mix: How often each data file is drawn from, a weight for each; by default every document once an epoch.
         loss_weights: What the loss weights of each data file are multiplied by.
         learn: What is learned of the conversations of each data file.
+        stop_after_skips: Stop when as many steps in a row were skipped, because loss or gradients were not finite or far above what they
+            had been; 0 never stops.
         evaluate_every: Steps between evaluations; 0 evaluates before the first and after the last step only.
         save_every: Steps between two savings of the whole state; 0 saves only when the run is stopped.
         keep: How many saved states are kept, the newest.
@@ -125,7 +128,13 @@ def standard(
             f"--tokens-per-step is {total}, expected a multiple of --seq ({length}), as {max(1, round(total / length)) * length}"
         )
     least = {"steps": (steps, 1), "held-out": (held_out, 0), "seed": (seed, 0), "evaluate-every": (evaluate_every, 0)}
-    least |= {"save-every": (save_every, 0), "keep": (keep, 1), "sample": (sample, 0), "warmup": (warmup, 0)}
+    least |= {
+        "stop-after-skips": (stop_after_skips, 0),
+        "save-every": (save_every, 0),
+        "keep": (keep, 1),
+        "sample": (sample, 0),
+        "warmup": (warmup, 0),
+    }
     for name, (value, bound) in least.items():
         if not bound <= value < 2**63:
             raise ValueError(f"--{name} is {value}, expected at least {bound}")
@@ -170,6 +179,7 @@ def standard(
         evaluation=Evaluation(evaluate_every, asked, chat=bool(data), tokens=sample),
         files=Files(tokens_of, folder or init_from),
         seed=seed,
+        stop_after_skips=stop_after_skips,
         title=f"{called} on {', '.join(path.name for path in data)}" if data else f'{called} on "Pride and Prejudice"',
     )
 

@@ -32,6 +32,7 @@ from xtf.run.plot import plot_run
 from xtf.run.progress import Progress
 from xtf.run.ranks import agree, say, together
 from xtf.run.recipe import Opened, Recipe
+from xtf.run.skips import Skips
 from xtf.state import State
 from xtf.step import TrainStep
 from xtf.tree import Tree
@@ -73,6 +74,7 @@ def run(recipe: Recipe, launch: Launch, *, console: Console | None = None) -> Pa
 
     Raises:
         ValueError: for a recipe that is not possible, before anything is written.
+        RunFailed: if too many steps in a row were skipped, or parameters are not finite.
         Interrupted: if a signal ended it.
     """
     mesh, step, total = recipe.mesh, recipe.step, recipe.schedule.steps
@@ -156,9 +158,10 @@ class _Loop:
 
     def __init__(self, recipe: Recipe, opened: Opened, folder: Path, progress: Progress, writer: MetricsWriter) -> None:
         self.recipe, self.opened, self.folder, self.progress, self.writer = recipe, opened, folder, progress, writer
-        self.step, self.mesh = recipe.step, recipe.mesh
+        self.step, self.mesh, self.owed = recipe.step, recipe.mesh, False
         axis = self.step.row_axis
         self.rank, self.ranks = (axis.index, axis.size) if axis is not None else (0, 1)
+        self.skips = Skips(folder, opened, self.mesh, parts=self.ranks, limit=recipe.stop_after_skips, resume_at=progress.step)
         self.flops: ModelFlops = model_flops(self.step.model)
         self.peak = peak_flops(self.step.device, self.step.precision.compute or torch.float32)
 
@@ -175,11 +178,13 @@ class _Loop:
                     with interrupt.held() if position.done or self.mesh.size > 1 else nullcontext():
                         state, position = self._advance(state, position)
                         stopped = agree(self.mesh, interrupt.asked)
-                        due = schedule.save_every and position.done % schedule.save_every == 0 and position.done < schedule.steps
-                        if due or (stopped and position.done < schedule.steps):
-                            position = self._save(state, position)
+                        self.owed |= bool(schedule.save_every) and position.done % schedule.save_every == 0
+                        if position.done < schedule.steps and (stopped or (self.owed and not self.skips.in_a_row)):
+                            self.skips.check_sound(state.params, position.done, position.saved)
+                            position, self.owed = self._save(state, position), False
                         if stopped and position.done < schedule.steps:
                             return state, position, stopped
+                        self.skips.check(position.done, position.saved)
         except KeyboardInterrupt as error:
             number = interrupt.asked if interrupt is not None and interrupt.asked else signal.SIGINT
             raise Interrupted(self.folder, progress.step, schedule.steps, position.saved, number) from error
@@ -205,11 +210,8 @@ class _Loop:
         mfu = reached / self.peak
         memory = used_memory(self.step.device)
         self.progress.update(index + 1, loss=loss, tokens=tokens, mfu=mfu, memory=memory)
-        if int(metrics["skipped"]):
-            self.progress.message(
-                f"step {index + 1} skipped: loss {float(metrics['loss']):g} and gradient norm {float(metrics['grad_norm']):g} are not both "
-                f"finite; nothing was changed, skipped so far: {int(state.skipped)}"
-            )
+        if said := self.skips.note(index + 1, metrics, int(state.skipped)):
+            self.progress.message(said)
         rows = -(-self.recipe.data.rows // self.ranks) * self.ranks
         extra: dict[str, Tensor | float | int] = {
             "seconds": seconds,
