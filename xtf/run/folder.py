@@ -43,6 +43,7 @@ class Launch:
         resume: whether a run that stands in ``out`` goes on.
         command: the command line.
         tensorboard: whether TensorBoard files are written.
+        timeout: seconds that ranks wait in a step for one that does not come.
     """
 
     recipe: RecipeFn
@@ -52,6 +53,7 @@ class Launch:
     resume: bool = False
     command: Sequence[str] = ()
     tensorboard: bool = False
+    timeout: float = 600.0
 
     def source(self) -> str:
         """The text of the recipe's file; of the built-in recipe, a file that calls it with the same settings."""

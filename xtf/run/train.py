@@ -26,6 +26,7 @@ from xtf.run.flops import ModelFlops, model_flops, peak_flops
 from xtf.run.folder import BEST, CHECKPOINTS, LAST, Launch, check_free, holds_run, make_folder, write_description
 from xtf.run.generation import GenerateOptions
 from xtf.run.interrupt import Interrupt, Interrupted, deferred_interrupt
+from xtf.run.lost import limited
 from xtf.run.memory import available_memory, check_fits, count, used_memory
 from xtf.run.metrics import MetricsWriter
 from xtf.run.plot import plot_run
@@ -101,7 +102,8 @@ def run(recipe: Recipe, launch: Launch, *, console: Console | None = None) -> Pa
         together(mesh, lambda: write_description(folder, recipe, launch, opened.about), ranks=lambda rank: rank == 0)
     state, position = _start(recipe, folder, notice, begun)
     progress = Progress(total, done=position.done, rank=mesh.rank)
-    with MetricsWriter(folder, tensorboard=launch.tensorboard, active=mesh.rank == 0, resume_at=position.done) as writer:
+    writing = MetricsWriter(folder, tensorboard=launch.tensorboard, active=mesh.rank == 0, resume_at=position.done)
+    with writing as writer, limited(step, mesh, launch.timeout):
         trained = _Loop(recipe, opened, folder, progress, writer)
         state, position, stopped = trained(state, position)
     entropy = opened.about.get("unigram_entropy")
