@@ -16,6 +16,7 @@ from xtf.collectives.planned import even
 from xtf.collectives.process_group import backend as device_backend
 from xtf.data.batches import Packing
 from xtf.data.text import TOKENIZER_FILE
+from xtf.deterministic import WORKSPACE
 from xtf.mesh import Mesh
 from xtf.optim import Optimizer
 from xtf.run.recipe import Data, Evaluation, Files, Recipe, Schedule
@@ -57,6 +58,7 @@ def standard(
     transforms: str | None = None,
     mesh: str = "data=-1",
     backend: Literal["inductor", "aot_eager", "eager"] = "inductor",
+    deterministic: bool = False,
     seed: int = 0,
     tokenizer: Path | None = None,
     template: str | None = None,
@@ -96,6 +98,7 @@ def standard(
             default chunk_loss, and shard where there are several ranks).
         mesh: Axes of the ranks, as data=-1, data=-1,expert=8 or replica=2,data=4 (shard then keeps a copy per replica).
         backend: What stages are compiled with.
+        deterministic: Use only algorithms that give the same bits every time.
         seed: Of initial values, the order of the data, and the sample.
         tokenizer: Folder of the tokenizer (by default that of the model).
         template: Chat template: a .jinja file or the name of one that ships with xtf (by default the tokenizer's own).
@@ -114,6 +117,8 @@ def standard(
         prompt: A text, or for conversations a user's message, that the trained model answers in the end.
         sample: Tokens of this answer.
     """
+    if deterministic:
+        os.environ.setdefault(WORKSPACE, ":4096:8")  # cuBLAS reads it when it is first used
     folder = None if is_preset(model) else Path(model)
     called = model if folder is None else folder.name
     built = xtf.models.preset(model) if folder is None else xtf.models.from_hf(folder)
@@ -170,7 +175,7 @@ def standard(
     update = _optimizer(optimizer, rate, warmup, decay, steps, weight_decay, clip, skip_spikes)
     step = xtf.train_step(built, update, device=device_backend()[1])
     applied = parse_transforms(default_transforms(ranks) if transforms is None else transforms, ranks)
-    step = xtf.compile(xtf.compose(*applied)(step), backend=backend, donate=True)
+    step = xtf.compile(xtf.compose(*applied)(step), backend=backend, donate=True, deterministic=deterministic)
     return Recipe(
         mesh=ranks,
         step=step,
