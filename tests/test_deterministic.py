@@ -27,8 +27,10 @@ def two_threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def trained(mesh: Mesh | None, backend: Any, dtype: torch.dtype = torch.float32, steps: int = 5) -> tuple[list[Tensor], list[float]]:
-    """Five steps of a mixture of experts: whole parameters, and losses."""
+def trained(
+    mesh: Mesh | None, backend: Any, dtype: torch.dtype = torch.float32, *, rows: int = 8, steps: int = 5, asked: bool = True
+) -> tuple[list[Tensor], list[float]]:
+    """Steps of a mixture of experts: whole parameters, and losses."""
     transforms: list[Any] = [chunk_loss(7)]
     if mesh is not None:
         transforms = [
@@ -38,10 +40,10 @@ def trained(mesh: Mesh | None, backend: Any, dtype: torch.dtype = torch.float32,
         ]
     optimizer = optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(lr=1e-2, eps=1e-3))
     step = compose(*transforms)(train_step(testing.small_models(dtype)["qwen3_moe"], optimizer))
-    step = xtf.compile(step, backend=backend, donate=True, deterministic=True)
+    step = xtf.compile(step, backend=backend, donate=True, deterministic=asked)
     state, losses = step.init(0), list[float]()
     for i in range(steps):
-        batch = testing.random_batch(61, rows=8, seq=33, seed=i)
+        batch = testing.random_batch(61, rows=rows, seq=33, seed=i)
         state, metrics = step(state, batch if mesh is None else split_batch(batch, mesh))
         losses.append(float(metrics["loss"]))
     return [leaf.clone() for leaf in tree.leaves(step.full(state.params))], losses
@@ -51,13 +53,13 @@ def same(a: tuple[list[Tensor], list[float]], b: tuple[list[Tensor], list[float]
     return a[1] == b[1] and all(torch.equal(x, y) for x, y in zip(a[0], b[0], strict=True))
 
 
-@pytest.mark.parametrize("backend", ["eager", "inductor"])
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.full)])
 @pytest.mark.usefixtures("two_threads")
 def test_the_same_run_has_the_same_bits(backend: str) -> None:
-    first = trained(None, backend)
-    assert same(first, trained(None, backend))
+    rows = 64  # torch shares out sums of more than 32,768 elements
+    first = trained(None, backend, rows=rows, steps=1)
+    assert same(first, trained(None, backend, rows=rows, steps=1))
     assert not torch.are_deterministic_algorithms_enabled()
-    assert first[1][-1] != first[1][0]
 
 
 @pytest.mark.parametrize("real", [False, True])
@@ -117,7 +119,7 @@ def test_the_switch_stays_on_while_any_thread_needs_it() -> None:
 def test_an_operation_without_a_deterministic_form_is_named() -> None:
     with pytest.raises(RuntimeError, match=r"deterministic=True: put_ has no deterministic form on this device"), deterministic():
         torch.zeros(3).put_(torch.tensor([0]), torch.ones(1), accumulate=False)
-    with pytest.raises(RuntimeError, match="^another$"), deterministic():
+    with pytest.raises(RuntimeError, match=r"^another$"), deterministic():
         raise RuntimeError("another")
 
 
