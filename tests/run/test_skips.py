@@ -155,8 +155,8 @@ def test_ranks_stop_together_and_one_says_so(inputs: Path, tmp_path: Path) -> No
     (together,) = [part["documents"] for part in named(alone)[0]["ranks"]]
     for file, numbers in together.items():
         assert [number for part in ours for number in part.get(file, [])] == numbers
-    pairs = zip(losses(out)[:3], losses(alone)[:3], strict=True)
-    assert all(mine.get("cross_entropy") == pytest.approx(other.get("cross_entropy"), rel=1e-6) for mine, other in pairs)
+    pairs = zip(losses(out)[1:3], losses(alone)[1:3], strict=True)
+    assert all(mine["cross_entropy"] == pytest.approx(other["cross_entropy"], rel=1e-6) for mine, other in pairs)
 
 
 def test_origins_are_handed_on() -> None:
