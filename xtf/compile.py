@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from xtf import tree
+from xtf.deterministic import check_device
 from xtf.stage import Lower, Rows
 from xtf.step import Compilation, TrainStep, eager
 
@@ -20,7 +21,14 @@ Backend = Literal["inductor", "aot_eager", "eager"]
 _BACKENDS = ("inductor", "aot_eager", "eager")
 
 
-def compile(step: TrainStep, *, backend: Backend = "inductor", unit: Literal["stage"] = "stage", donate: bool = False) -> TrainStep:
+def compile(
+    step: TrainStep,
+    *,
+    backend: Backend = "inductor",
+    unit: Literal["stage"] = "stage",
+    donate: bool = False,
+    deterministic: bool = False,
+) -> TrainStep:
     """Lower a finished step.
 
     Each distinct stage (equal `xtf.stage.Stage.key`) is compiled once in a process and used by all layers, and by all simulated
@@ -34,9 +42,13 @@ def compile(step: TrainStep, *, backend: Backend = "inductor", unit: Literal["st
         donate: let the step reuse the memory of the state it is given; reading that state afterwards raises. Peak memory then
             holds one copy of parameters and optimizer state. Tensors taken out of a state before it was donated are
             overwritten: clone what is to be kept.
+        deterministic: let torch use only algorithms that give the same bits every time (``torch.use_deterministic_algorithms``), while the
+            step runs; what it was set to before is set again. A run then gives the same bits as another on the same layout and kind of
+            device, with as many threads. An operation that has no such algorithm raises RuntimeError.
 
     Raises:
-        ValueError: for an unknown backend or unit, or a step that is compiled already.
+        ValueError: for an unknown backend or unit, a step that is compiled already, or ``deterministic`` on CUDA without the environment
+            variable CUBLAS_WORKSPACE_CONFIG.
 
     Example:
         >>> import xtf
@@ -50,12 +62,14 @@ def compile(step: TrainStep, *, backend: Backend = "inductor", unit: Literal["st
         raise ValueError(f"compile(backend={backend!r}): expected one of {', '.join(map(repr, _BACKENDS))}")
     if unit != "stage":
         raise ValueError(f"compile(unit={unit!r}): expected 'stage'")
-    if step.compilation.backend != "eager" or step.compilation.donate:
+    if step.compilation.done:
         raise ValueError(f"compile: the step is already compiled for {step.compilation.backend!r}; compile the step it was made from")
-    return dataclasses.replace(step, compilation=Compilation(backend, lowering(backend), donate))
+    if deterministic:
+        check_device(step.device)
+    return dataclasses.replace(step, compilation=Compilation(backend, lowering(backend, deterministic), donate, deterministic))
 
 
-def lowering(backend: Backend) -> Lower:
+def lowering(backend: Backend, deterministic: bool = False) -> Lower:
     """The `Lower` of a backend: compiled functions are shared by everything in the process that has the same key."""
     if backend == "eager":
         return eager
@@ -64,7 +78,7 @@ def lowering(backend: Backend) -> Lower:
         with _CACHE_LOCK:
             # The key alone would do if it always said everything; a transform that forgets to change it must not be given
             # another function's code.
-            whole = (backend, key, fingerprint(fn))
+            whole = (backend, deterministic, key, fingerprint(fn))
             if whole not in _CACHE:
                 _CACHE[whole] = _Compiled(fn, backend, isinstance(key, Rows))
             return _CACHE[whole]

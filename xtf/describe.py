@@ -33,7 +33,12 @@ def describe(step: TrainStep) -> str:
             "transfers",
             fold([name for name in ("gather", "reduce", "store", "fetch") for n in step.program if getattr(n, name, None)]) or "none",
         ),
-        ("backend", step.compilation.backend + (", donating" if step.compilation.donate else "")),
+        (
+            "backend",
+            step.compilation.backend
+            + (", donating" if step.compilation.donate else "")
+            + (", deterministic" if step.compilation.deterministic else ""),
+        ),
     ]
     return "TrainStep\n" + "\n".join(f"  {name:<12}{text}" for name, text in rows)
 

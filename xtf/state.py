@@ -13,7 +13,7 @@ from xtf.tree import Tree
 
 class State:
     """``params``, ``opt``, ``step`` and ``skipped``: this rank's part of the parameters, the optimizer's state, the number of steps so
-    far, and how many of them changed nothing because loss or gradients were not finite.
+    far, and how many of them changed nothing: loss or gradients were not finite, or the optimizer refused them.
 
     A state is a value: a step takes one and returns another. A step compiled with ``donate=True`` reuses the memory of the state
     it was given; reading such a state afterwards raises.
@@ -56,7 +56,7 @@ class State:
 
     @property
     def skipped(self) -> Tensor:
-        """Steps that changed nothing, because loss or gradients were not finite: 0-dim int64."""
+        """Steps that changed nothing, because loss or gradients were not finite or the optimizer refused them: 0-dim int64."""
         return self._read(self._skipped)
 
     def hold(self, wait: Callable[[], None]) -> None:

@@ -21,6 +21,7 @@ from xtf.collectives import Axis
 from xtf.collectives.planned import read
 from xtf.data.documents import Documents
 from xtf.describe import describe
+from xtf.deterministic import where_asked
 from xtf.mesh import join
 from xtf.model import Model
 from xtf.ops import Ops
@@ -71,16 +72,26 @@ class Sharding:
 
 @dataclass(frozen=True)
 class Compilation:
-    """How stages are lowered: the backend's name, the function that does it, and whether states are donated."""
+    """How stages are lowered: the backend's name, the function that does it, whether states are donated, and whether only deterministic
+    algorithms are used."""
 
     backend: str
     lower: Lower
     donate: bool = False
+    deterministic: bool = False
+
+    @property
+    def done(self) -> bool:
+        """Whether a step with this was compiled."""
+        return self.backend != "eager" or self.donate or self.deterministic
 
 
 def eager(fn: Callable[..., Any], key: object) -> Callable[..., Any]:
     """The lowering that changes nothing."""
     return fn
+
+
+_deterministically = where_asked(lambda step: step.compilation.deterministic)
 
 
 @dataclass(frozen=True)
@@ -132,7 +143,7 @@ class TrainStep:
         Raises:
             ValueError: if the step is compiled, or there is no such seam.
         """
-        if self.compilation.backend != "eager" or self.compilation.donate:
+        if self.compilation.done:
             raise ValueError(f"{name} is applied to a step that is compiled already: apply all transforms first, then xtf.compile")
         known = {field.name for field in dataclasses.fields(self)}
         if not seams.keys() <= known:
@@ -295,9 +306,10 @@ class TrainStep:
 
     # Running ---------------------------------------------------------------------------------------------------------------------
 
+    @_deterministically
     def __call__(self, state: State, batch: Batch | Documents, *, record: Record | None = None) -> tuple[State, dict[str, Tensor]]:
-        """One step. Where the loss or the gradients' norm is not finite it is skipped: it counts in ``state.step`` and
-        ``state.skipped``, and changes nothing else.
+        """One step. Where the loss or the gradients' norm is not finite, or the optimizer refuses it (`xtf.optim.skip_spikes`), it is
+        skipped: it counts in ``state.step`` and ``state.skipped``, and changes nothing else.
 
         Args:
             state: this rank's state.
@@ -322,8 +334,12 @@ class TrainStep:
         if donate:
             state.release()
         skipped = torch.zeros_like(state.skipped)
-        if read((metrics["loss"] + metrics["grad_norm"]).isfinite(), lambda: torch.tensor(True)):
-            params, opt = advance(self.optimizer, grads, state.opt, params, placed)
+        accepted, opt = (metrics["loss"] + metrics["grad_norm"]).isfinite(), state.opt
+        if self.optimizer.judge is not None:
+            fine, opt = self.optimizer.judge(opt, metrics)
+            accepted = accepted & fine.to(accepted.device)
+        if read(accepted, lambda: torch.tensor(True)):
+            params, opt = advance(self.optimizer, grads, opt, params, placed)
             params = self._update_untrained(params, run)
         else:
             skipped, opt = skipped + 1, state.opt
@@ -341,6 +357,7 @@ class TrainStep:
         untrained = {path: leaf for path, leaf in leaves.items() if not self.specs[path].trainable}
         return self.tree_of(leaves | dict(self.model.update(untrained, run.counts())))
 
+    @_deterministically
     def value_and_grad(self, params: Tree, batch: Batch | Documents, *, record: Record | None = None) -> tuple[Tensor, Tree]:
         """The loss (global, shape ()) and this rank's gradients, a tree like ``params`` with ``None`` for what is not trained."""
         metrics, grads = self._differentiate(params, StepLoss(self, batch, record), record)
@@ -350,6 +367,7 @@ class TrainStep:
         """The loss of a batch (global, shape ()); nothing is differentiated, nothing changes."""
         return self.evaluate(params, batch)["loss"]
 
+    @_deterministically
     def evaluate(self, params: Tree, batch: Batch | Documents, *, record: Record | None = None) -> dict[str, Tensor]:
         """The metrics of a batch without training on it: ``loss``, ``cross_entropy``, ``tokens`` and the auxiliary loss's."""
         run = StepLoss(self, batch, record)

@@ -103,7 +103,7 @@ def test_resumed_runs_have_the_same_losses_bit_for_bit(inputs: Path, finished: P
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
 def test_a_signal_saves_and_says_how_to_go_on(inputs: Path, tmp_path: Path, number: signal.Signals) -> None:
     out = tmp_path / "stopped"
     process = spawn(flags(inputs, out, "--steps", "2000", "--save-every", "0", "--evaluate-every", "0"))
@@ -128,6 +128,20 @@ def on_ranks(inputs: Path, out: Path, ranks: int) -> Path:
 def on_two(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of two ranks that nothing stopped."""
     return on_ranks(inputs, tmp_path_factory.mktemp("runs") / "two", 2)
+
+
+def test_a_signal_to_one_rank_saves_and_stops_all(inputs: Path, tmp_path: Path) -> None:
+    """As Slurm sends it to every process, or a person to one: here the second rank alone."""
+    out = tmp_path / "stopped"
+    process = spawn(flags(inputs, out, "--steps", "2000", "--save-every", "0", "--evaluate-every", "0"), 2)
+    wait_for_step(out, 2, process)
+    ranks = [int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
+    (second,) = [pid for pid in ranks if b"\0LOCAL_RANK=1\0" in b"\0" + Path(f"/proc/{pid}/environ").read_bytes()]
+    os.kill(second, signal.SIGUSR1)
+    _, said = process.communicate(timeout=60)
+    done = read_metrics(out)[-1]["step"]
+    assert said.count(f"saved at step {done}") == 2 and f"exitcode  : {128 + signal.SIGUSR1}" in said, said
+    assert (out / "checkpoints" / f"step-{done:08d}").is_dir()
 
 
 def agree(ours: Path, theirs: Path) -> None:

@@ -54,8 +54,9 @@ def load(name: str) -> Command:
 def main(args: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code.
 
-    0: done. 2: the input is wrong, or memory was not enough; one message on standard error says what and what to do. 130 and 143: stopped
-    by Ctrl-C or SIGTERM; the message says what was saved where.
+    0: done. 2: the input is wrong, or memory was not enough; one message on standard error says what and what to do. 3: too many steps in
+    a row were skipped, or parameters are not finite. 75: a rank was lost, the same command goes on from what was saved. 128 and the
+    signal's number (130, 138, 143): stopped by Ctrl-C, SIGUSR1 or SIGTERM; the message says what was saved where.
 
     Args:
         args: without the program's name; by default those of the process.
@@ -79,6 +80,10 @@ def main(args: Sequence[str] | None = None) -> int:
         errors.print(f"xtf: {error}", markup=False)
         return 2
     except (MemoryError, RuntimeError) as error:
+        if (code := getattr(error, "exit_code", None)) is not None:  # of a run; of several ranks one says what happened
+            if str(error):
+                errors.print(f"xtf: {error}", markup=False)
+            return code
         if not is_out_of_memory(error):
             raise
         reason = str(error).strip().splitlines()

@@ -16,6 +16,7 @@ from rich.text import Text
 from xtf.allocator import keep_freed_memory
 from xtf.run.fit import fitted, micro_batches_of, rows_of_rank
 from xtf.run.folder import Launch, holds_run, stored_launch
+from xtf.run.lost import watched
 from xtf.run.memory import estimate
 from xtf.run.recipe import Recipe, RecipeFn, load_recipe, parse_settings, plain, resolve, settings_of
 from xtf.run.standard import filled_in, standard
@@ -42,6 +43,8 @@ class RunOptions:
     """Cut each rank's rows into the fewest micro-batches that fit the device's memory; the run's folder keeps their number."""
     budget: Annotated[str | None, tyro.conf.arg(metavar="SIZE", help_behavior_hint="")] = None
     """With --fit, what a step may take, as 20GB (by default nine tenths of what the device has free)."""
+    timeout: Annotated[float, tyro.conf.arg(metavar="SECONDS")] = 600.0
+    """Of several ranks, how long they wait in a step for one that does not come."""
     command: Annotated[tuple[str, ...], tyro.conf.Suppress] = ()
     """The command line, which the run's folder keeps."""
 
@@ -106,7 +109,8 @@ def main(options: Any) -> None:
         if recipe.mesh.rank == 0:
             show(recipe, launch, Console())
     else:
-        run(recipe, launch)
+        with watched(recipe.mesh):
+            run(recipe, launch)
 
 
 def built(launch: Launch) -> Recipe:
@@ -155,7 +159,9 @@ def _launch(options: Any) -> Launch:
         raise ValueError("--fit is of the built-in recipe; in a recipe file use accumulate and xtf.fit_tokens")
     if options.resume and options.out is None:
         raise ValueError("--resume needs --out: the folder of the run that goes on")
-    common: dict[str, Any] = {"command": options.command, "tensorboard": options.tensorboard}
+    if not 0 < options.timeout < 1e6:
+        raise ValueError(f"--timeout is {options.timeout:g}, expected seconds above 0, as 600")
+    common: dict[str, Any] = {"command": options.command, "tensorboard": options.tensorboard, "timeout": options.timeout}
     if options.resume and holds_run(options.out):
         return stored_launch(options.out, given, options.recipe, **common)
     settings = resolve(recipe, given)

@@ -10,14 +10,18 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.nn.functional as _  # noqa: F401  # its default arguments keep the group that is there when it is imported
 from torch import Tensor
+from torch.distributed.constants import default_pg_timeout
+from torch.distributed.rendezvous import rendezvous  # pyright: ignore[reportUnknownVariableType]
 
 from xtf.collectives import Axis, Call
+from xtf.collectives.world import fresh
 
 if TYPE_CHECKING:
     from xtf.mesh import Mesh
@@ -28,6 +32,7 @@ def _since_2_14(new: str, old: str) -> Callable[..., Any]:
     return getattr(dist, new if hasattr(dist, new) else old)
 
 
+_set_timeout: Any = getattr(dist, "set_timeout", None) or getattr(dist.distributed_c10d, "_set_pg_timeout")  # noqa: B009
 _all_gather_single = _since_2_14("all_gather_single", "all_gather_into_tensor")
 _reduce_scatter_single = _since_2_14("reduce_scatter_single", "reduce_scatter_tensor")
 
@@ -42,13 +47,48 @@ def backend() -> tuple[str, torch.device]:
 
 
 def connect() -> None:
-    """Start torch.distributed from the environment that torchrun sets."""
+    """Start torch.distributed from the environment that torchrun sets. Ranks that torchrun starts again find one another again."""
     name, device = backend()
+    shared, rank, size = next(rendezvous("env://"))
+    own = fresh(shared, rank, size, default_pg_timeout.total_seconds())
     if device.type == "cpu":
-        dist.init_process_group(name)
+        dist.init_process_group(name, store=own, rank=rank, world_size=size)
     else:
         torch.accelerator.set_device_index(device)
-        dist.init_process_group(name, device_id=device)
+        dist.init_process_group(name, store=own, rank=rank, world_size=size, device_id=device)
+
+
+class CollectiveError(RuntimeError):
+    """A collective that torch.distributed could not carry out.
+
+    Args:
+        error: what it raised.
+        doing: what this rank was doing with it.
+        where: the collective and its axis, in words.
+    """
+
+    def __init__(self, error: RuntimeError | str, doing: str = "", where: str = "") -> None:
+        super().__init__(str(error))
+        self.where = where
+        if doing:
+            self.add_note(f"{doing} {where}")
+
+
+def store() -> Any:
+    """The store that the ranks of torch.distributed share, on a connection of its own: a thread that uses it holds up no other."""
+    return dist.distributed_c10d._get_default_store().clone()  # pyright: ignore[reportPrivateUsage]
+
+
+def set_timeout(axes: Sequence[Axis], seconds: float | None) -> None:
+    """How long collectives wait for ranks that do not come.
+
+    Args:
+        axes: those of process groups among them.
+        seconds: above 0; ``None`` for torch's own time-out.
+    """
+    known = [axis for axis in axes if isinstance(axis, ProcessGroupAxis)]
+    for axis in known:
+        axis.set_timeout(seconds)
 
 
 def builder() -> Callable[[Mesh, tuple[str, ...]], Axis]:
@@ -99,19 +139,22 @@ class ProcessGroupAxis(Axis):
             raise RuntimeError(f"the axis {self.name!r} is of a torch.distributed that was taken down: make a new mesh")
         return group
 
+    def set_timeout(self, seconds: float | None) -> None:
+        """See `set_timeout`."""
+        default = dist.distributed_c10d._get_default_timeout(dist.get_backend(self._group))  # pyright: ignore[reportPrivateUsage]
+        _set_timeout(default if seconds is None else timedelta(seconds=seconds), self._group)
+
     def launch(self, call: Call) -> Callable[[], Tensor]:
         try:
             finish = self._start(call)
         except RuntimeError as error:
-            error.add_note(f"when starting {call} on the axis {self.name!r}")
-            raise
+            raise CollectiveError(error, "when starting", f"{call} on the axis {self.name!r}") from error
 
         def wait() -> Tensor:
             try:
                 return finish()
             except RuntimeError as error:
-                error.add_note(f"while waiting for {call} on the axis {self.name!r}")
-                raise
+                raise CollectiveError(error, "while waiting for", f"{call} on the axis {self.name!r}") from error
 
         return wait
 

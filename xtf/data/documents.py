@@ -84,6 +84,8 @@ class Documents:
         lengths: (documents,) int64, tokens of each.
         fetch: ``fetch(indices)`` gives the documents of these indices, (n,) int64, in their order: each a `Document`, its ids, or a mapping
             (`Document.of`).
+        origins: (documents,) int64, the number of each among the documents it comes from, which `select`, `limited` and `join` hand on; by
+            default its own index.
 
     Example:
         >>> docs = Documents([3, 1], lambda indices: [[[5, 6, 7], [8]][i] for i in indices])
@@ -91,13 +93,14 @@ class Documents:
         ([3, 1], [5, 6, 7], [1.0])
 
     Raises:
-        ValueError: if ``lengths`` is not one-dimensional, or negative somewhere.
+        ValueError: if ``lengths`` is not one-dimensional, or negative somewhere, or ``origins`` are not as many.
     """
 
     lengths: Ints
     fetch: Fetch
+    origins: Ints | None
 
-    def __init__(self, lengths: Sequence[int] | npt.NDArray[Any], fetch: Fetch) -> None:
+    def __init__(self, lengths: Sequence[int] | npt.NDArray[Any], fetch: Fetch, origins: Ints | None = None) -> None:
         given = np.asarray(lengths)
         if given.ndim != 1 or (len(given) and not np.issubdtype(given.dtype, np.integer)):
             raise ValueError(f"lengths must be one sequence of integers, got shape {given.shape} of {given.dtype}")
@@ -105,8 +108,11 @@ class Documents:
             raise ValueError(f"document {int(given.argmin())} has the length {int(given.min())}: expected 0 or more tokens")
         if not callable(fetch):
             raise ValueError(f"fetch is a {type(fetch).__name__}, expected a function (indices) -> documents; Documents.of takes lists")
+        if origins is not None and origins.shape != given.shape:
+            raise ValueError(f"origins has the shape {origins.shape}, expected one for each of the {len(given)} documents")
         object.__setattr__(self, "lengths", given.astype(np.int64))
         object.__setattr__(self, "fetch", fetch)
+        object.__setattr__(self, "origins", origins)
 
     @staticmethod
     def of(ids: Sequence[Any], weights: Sequence[Sequence[float]] | None = None) -> Documents:
@@ -152,6 +158,17 @@ class Documents:
     def __getitem__(self, index: int) -> Document:
         return self.read([index])[0]
 
+    def origin(self, indices: Sequence[int] | npt.NDArray[Any]) -> Ints:
+        """The numbers that these documents have among those they come from.
+
+        Example:
+            >>> docs = Documents.of([[1], [2, 3, 4], [5, 6]]).select([2, 1]).limited(2, long="split")
+            >>> docs.origin([0, 1, 2]).tolist()
+            [2, 1, 1]
+        """
+        wanted = np.asarray(indices, np.int64)
+        return wanted if self.origins is None else self.origins[wanted]
+
     @property
     def tokens(self) -> int:
         """Of all documents together."""
@@ -168,11 +185,12 @@ class Documents:
             [1, 2]
         """
         chosen = np.asarray(indices, np.int64)
-        return Documents(self.lengths[chosen], lambda indices: self.fetch(chosen[indices]))
+        return Documents(self.lengths[chosen], lambda indices: self.fetch(chosen[indices]), self.origin(chosen))
 
     @staticmethod
     def join(parts: Sequence[Documents]) -> Documents:
-        """The documents of several sources, one source after another.
+        """The documents of several sources, one source after another. Where they come from the same documents, as by `select`, their
+        ``origins`` stay what they are.
 
         Example:
             >>> Documents.join([Documents.of([[1]]), Documents.of([[2, 3]])])[1].ids.tolist()
@@ -189,7 +207,9 @@ class Documents:
                     found[place] = one
             return found
 
-        return Documents(np.concatenate([np.zeros(0, np.int64), *(part.lengths for part in parts)]), fetch)
+        lengths = np.concatenate([np.zeros(0, np.int64), *(part.lengths for part in parts)])
+        selected = any(part.origins is not None for part in parts)
+        return Documents(lengths, fetch, np.concatenate([part.origin(np.arange(len(part))) for part in parts]) if selected else None)
 
     def weighted(self, factor: float = 1.0, *, everything: bool = False) -> Documents:
         """The same documents with other loss weights.
@@ -210,7 +230,7 @@ class Documents:
             found = self.read(indices)
             return [d._replace(weights=(np.ones_like(d.weights) if everything else d.weights) * np.float32(factor)) for d in found]
 
-        return self if factor == 1 and not everything else Documents(self.lengths, fetch)
+        return self if factor == 1 and not everything else Documents(self.lengths, fetch, self.origins)
 
     def limited(self, tokens: int, *, long: Literal["cut", "split", "auto"] = "cut") -> Documents:
         """No document longer than ``tokens``.
@@ -242,4 +262,4 @@ class Documents:
             wholes = self.read(owner[indices])
             return [whole.part(begin, begin + tokens) for whole, begin in zip(wholes, begins[indices].tolist(), strict=True)]
 
-        return Documents(np.minimum(self.lengths[owner] - begins, tokens), fetch)
+        return Documents(np.minimum(self.lengths[owner] - begins, tokens), fetch, self.origin(owner))

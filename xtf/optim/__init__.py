@@ -17,18 +17,20 @@ from xtf.optim.blocks import (
     scale_by_learning_rate,
     scale_by_schedule,
 )
-from xtf.optim.core import Optimizer, advance, apply_updates, chain, partition
+from xtf.optim.core import JudgeFn, Optimizer, advance, apply_updates, chain, partition
 from xtf.optim.leaves import Mask, no_decay_1d
 from xtf.optim.muon import MuonState, hidden_matrix, muon, muon_adamw, orthogonalize
 from xtf.optim.placement import UNPLACED, Placement, Unplaced, vector_norm
 from xtf.optim.schedules import Schedule, constant, warmup_constant, warmup_cosine, warmup_linear
 from xtf.optim.sgd import SgdState, sgd
+from xtf.optim.spikes import SpikeState, skip_spikes
 
 __all__ = [
     "UNPLACED",
     "AdamKernel",
     "AdamState",
     "ClipState",
+    "JudgeFn",
     "Mask",
     "MuonState",
     "Optimizer",
@@ -36,6 +38,7 @@ __all__ = [
     "Schedule",
     "ScheduleState",
     "SgdState",
+    "SpikeState",
     "Unplaced",
     "adam_kernel",
     "adamw",
@@ -55,6 +58,7 @@ __all__ = [
     "scale_by_learning_rate",
     "scale_by_schedule",
     "sgd",
+    "skip_spikes",
     "vector_norm",
     "warmup_constant",
     "warmup_cosine",

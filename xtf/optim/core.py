@@ -10,6 +10,7 @@ from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 from xtf import tree
@@ -61,14 +62,25 @@ class Fused:
         return self.update(grads, state, params, placement)
 
 
+class JudgeFn(Protocol):
+    """``judge(state, seen) -> (accepted, state)``, before an update: whether the step is made, () bool, and the state it is made with.
+
+    ``seen`` are the step's metrics, ``"loss"`` and ``"grad_norm"`` among them, the same on every rank. Nothing given is modified: of a step
+    that is refused nothing is kept.
+    """
+
+    def __call__(self, state: Any, seen: Mapping[str, Tensor]) -> tuple[Tensor, Any]: ...
+
+
 class Optimizer(NamedTuple):
-    """An optimizer: three pure functions.
+    """An optimizer: three pure functions, and where it has one a rule that refuses steps.
 
     Args:
         init: see `InitFn`.
         update: see `UpdateFn`; its updates are added to the parameters (`apply_updates`), if it is not `Fused`.
         metrics: ``metrics(state) -> {name: value}``, values of shape (): what the last update used (``"lr"``), or what the first
             one will use, before it.
+        judge: see `JudgeFn`; ``None`` accepts every step.
 
     Example:
         >>> import torch
@@ -86,6 +98,7 @@ class Optimizer(NamedTuple):
     init: InitFn
     update: UpdateFn
     metrics: Callable[[Any], dict[str, Tensor]]
+    judge: JudgeFn | None = None
 
 
 def advance(optimizer: Optimizer, grads: Tree, state: Any, params: Tree, placement: Placement = UNPLACED) -> tuple[Tree, Any]:
@@ -148,7 +161,7 @@ def or_old(new: Tree, params: Tree) -> Tree:
 def chain(*optimizers: Optimizer) -> Optimizer:
     """One optimizer after another, each given the updates of the one before as its gradients. None at all changes nothing.
 
-    The state is the tuple of their states; their metrics are joined.
+    The state is the tuple of their states; their metrics are joined. A step is made if none of them refuses it.
 
     Raises:
         ValueError: (of ``metrics``) if two of them report the same name.
@@ -186,8 +199,18 @@ def chain(*optimizers: Optimizer) -> Optimizer:
         params, last = advance(optimizers[-1], grads, state[-1], params, placement)
         return params, (*states, last)
 
+    def judge(state: tuple[Any, ...], seen: Mapping[str, Tensor]) -> tuple[Tensor, tuple[Any, ...]]:
+        accepted, states = torch.tensor(True), list[Any]()
+        for optimizer, part in zip(optimizers, state, strict=True):
+            if optimizer.judge is not None:
+                fine, part = optimizer.judge(part, seen)
+                accepted = accepted.to(fine.device) & fine
+            states.append(part)
+        return accepted, tuple(states)
+
     fused = bool(optimizers) and isinstance(optimizers[-1].update, Fused)
-    return Optimizer(init, Fused(update, all_but_last) if fused else update, metrics)
+    judges = any(optimizer.judge is not None for optimizer in optimizers)
+    return Optimizer(init, Fused(update, all_but_last) if fused else update, metrics, judge if judges else None)
 
 
 def partition(labels: Callable[[Path, Tensor], Hashable] | Tree, optimizers: Mapping[Any, Optimizer]) -> Optimizer:
@@ -202,7 +225,8 @@ def partition(labels: Callable[[Path, Tensor], Hashable] | Tree, optimizers: Map
         An optimizer with the state ``{label: state}`` and metrics named ``"label/name"``.
 
     Raises:
-        ValueError: if ``optimizers`` is empty; (of ``init`` and ``update``) if a leaf's label has no optimizer.
+        ValueError: if ``optimizers`` is empty, or one of them has a ``judge``, which is of all leaves; (of ``init`` and ``update``) if a
+            leaf's label has no optimizer.
 
     Example:
         >>> import torch
@@ -215,6 +239,9 @@ def partition(labels: Callable[[Path, Tensor], Hashable] | Tree, optimizers: Map
     """
     if not optimizers:
         raise ValueError("partition: optimizers is empty: give an optimizer for each label")
+    for label, optimizer in optimizers.items():
+        if optimizer.judge is not None:
+            raise ValueError(f"partition: the optimizer of {label!r} refuses steps, which are of all leaves: chain it before the partition")
 
     def label_leaves(params: Tree) -> list[Any]:
         found = tree.leaves(per_leaf(labels, params, "partition: labels"))

@@ -26,8 +26,9 @@ from xtf.run.recipe import Recipe, RecipeFn, load_recipe, plain, read_value, res
 RUN, RECIPE, CHECKPOINTS, BEST, LAST = "run.json", "recipe.py", "checkpoints", "best", "checkpoint"
 """What a run's folder holds: what it is, its recipe, the whole states, and the best and the last parameters."""
 
-LAYOUT = ("mesh", "transforms", "backend")
-"""Settings of the built-in recipe that say how a run is spread and lowered, not what it computes: they may change when it goes on."""
+LAYOUT = ("mesh", "transforms", "backend", "deterministic", "stop_after_skips")
+"""Settings of the built-in recipe that say how a run is spread, lowered and watched, not what it computes: they may change when it goes
+on."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,7 @@ class Launch:
         resume: whether a run that stands in ``out`` goes on.
         command: the command line.
         tensorboard: whether TensorBoard files are written.
+        timeout: seconds that ranks wait in a step for one that does not come.
     """
 
     recipe: RecipeFn
@@ -51,6 +53,7 @@ class Launch:
     resume: bool = False
     command: Sequence[str] = ()
     tensorboard: bool = False
+    timeout: float = 600.0
 
     def source(self) -> str:
         """The text of the recipe's file; of the built-in recipe, a file that calls it with the same settings."""

@@ -10,6 +10,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
+SIGNALS = (signal.SIGINT, signal.SIGTERM, *([signal.SIGUSR1] if hasattr(signal, "SIGUSR1") else []))
+"""The signals that ask for an end; the exit code is 128 and the signal's number."""
+
 
 class Interrupted(KeyboardInterrupt):
     """A run that a signal stopped, with what it left.
@@ -61,8 +64,8 @@ class Interrupt:
 
 @contextmanager
 def deferred_interrupt(tell: Callable[[], None], *, patience: float = 0.0) -> Generator[Interrupt]:
-    """Within this block, SIGINT (Ctrl-C) or SIGTERM in an `Interrupt.held` part sets ``asked`` and calls ``tell``, so that the part
-    is finished.
+    """Within this block, SIGINT (Ctrl-C), SIGTERM or SIGUSR1 (what Slurm's ``--signal`` sends before the time is up) in an
+    `Interrupt.held` part sets ``asked`` and calls ``tell``, so that the part is finished.
 
     Elsewhere in the block they raise ``KeyboardInterrupt``, and so does Ctrl-C pressed again. In a thread other than the main
     one, where Python has no signal handlers, nothing changes.
@@ -76,7 +79,7 @@ def deferred_interrupt(tell: Callable[[], None], *, patience: float = 0.0) -> Ge
     if threading.current_thread() is not threading.main_thread():
         yield interrupt
         return
-    before = {number: signal.signal(number, interrupt.handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.signal(number, interrupt.handle) for number in SIGNALS}
     try:
         yield interrupt
     finally:

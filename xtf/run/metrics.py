@@ -56,7 +56,7 @@ class MetricsWriter:
             raise ValueError(f"resume_at is {resume_at}, expected the number of steps that are done")
         self.path = Path(folder) / "metrics.jsonl"
         if active and self.path.exists():
-            _mend(self.path, resume_at)
+            mend(self.path, resume_at)
         self._file = self.path.open("a", encoding="utf-8") if active else None
         self._board: Any = _summary_writer(self.path.parent, resume_at) if active and tensorboard else None
         self._histograms_from = 0
@@ -134,8 +134,8 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes, Row]]:
         raise ValueError(f"{path}: cannot be read: {error.strerror}; give the folder of a run") from error
 
 
-def _mend(path: Path, resume_at: int | None) -> None:
-    """Cut a broken last line off; of a resumed run also the steps that it makes again and all but the last row of each step."""
+def mend(path: Path, resume_at: int | None) -> None:
+    """Cut a broken last line off rows; of a resumed run also the steps that it makes again and all but the last row of each step."""
     if resume_at is None:
         with path.open("rb+") as file:
             file.truncate(_end_of_lines(file))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.rule import Rule
 from rich.text import Text
 
-from xtf.data import Document, PackedBatches
+from xtf.data import Document, Documents, PackedBatches
 from xtf.data.batches import Packing
 from xtf.run.data_source import DataOptions, read, tokenizer_of, wide_console
 from xtf.run.source import load_tokenizer
@@ -30,6 +30,8 @@ class PreviewOptions(DataOptions):
     """JSONL, JSON or Parquet of conversations or of texts, as for training."""
     row: Annotated[int, tyro.conf.arg(metavar="INT")] = 0
     """Which sequence, in the order of training."""
+    document: Annotated[int | None, tyro.conf.arg(metavar="INT", help_behavior_hint="")] = None
+    """Instead of a sequence, the document of this number of FILE, from 0, whole: what skipped.jsonl of a run names."""
     packing: Packing = "best_fit"
     """How documents are laid into rows, as for training."""
     tokens: bool = False
@@ -39,6 +41,8 @@ class PreviewOptions(DataOptions):
         super().check()
         if self.row < 0:
             raise ValueError(f"--row is {self.row}, expected at least 0")
+        if self.document is not None and self.document < 0:
+            raise ValueError(f"--document is {self.document}, expected at least 0")
 
 
 def run(options: PreviewOptions, *, console: Console | None = None) -> Text:
@@ -59,13 +63,11 @@ def run(options: PreviewOptions, *, console: Console | None = None) -> Text:
     if options.file is None:
         raise ValueError("there is no FILE to look at: give a JSONL, JSON or Parquet file")
     files = (options.file,)
-    documents = read(options, files).documents.limited(options.seq, long="auto")
+    documents, members, name, seq = _chosen(options, read(options, files).documents)
     tokenizer = load_tokenizer(tokenizer_of(options, files))
-    chosen = PackedBatches(documents, rows=1, seq=options.seq, seed=options.seed, packing=options.packing)
-    (members,) = chosen.members(options.row)
     marks, shown = console.color_system is None, Text()
     used = learned = 0
-    console.print(Rule(Text(f"{files[0].name}, row {options.row:,} of {options.seq:,} tokens", "bold"), style="dim"))
+    console.print(Rule(Text(f"{files[0].name}, {name} of {seq:,} tokens", "bold"), style="dim"))
     for document in documents.read(members):
         targets = int((document.weights[1:] > 0).sum())
         used, learned = used + len(document.ids), learned + targets
@@ -75,12 +77,24 @@ def run(options: PreviewOptions, *, console: Console | None = None) -> Text:
         console.print(text, soft_wrap=True)
         console.print()
         shown = Text.assemble(shown, head, "\n", text, "\n")
-    rest = options.seq - used
+    rest = seq - used
     console.print(Rule(style="dim"))
-    said = f"{len(members):,} document{'s' * (len(members) != 1)}, {used:,} tokens ({used / options.seq:.1%} full): "
+    said = f"{len(members):,} document{'s' * (len(members) != 1)}, {used:,} tokens ({used / max(1, seq):.1%} full): "
     shares = (f" {learned:,} ({learned / max(1, used):.0%}), ", ("context", _CONTEXT), f" {used - learned:,}; padding {rest:,}")
     console.print(Text.assemble(said, ("learned", _LEARNED), *shares), soft_wrap=True)
     return shown
+
+
+def _chosen(options: PreviewOptions, documents: Documents) -> tuple[Documents, Sequence[int], str, int]:
+    """Documents, the indices of those to be shown, what these are called, and the tokens there is room for."""
+    if options.document is not None:
+        if options.document >= len(documents):
+            raise ValueError(f"--document is {options.document}, {options.file} has {len(documents)} documents: 0 to {len(documents) - 1}")
+        return documents, [options.document], f"document {options.document:,}", int(documents.lengths[options.document])
+    limited = documents.limited(options.seq, long="auto")
+    chosen = PackedBatches(limited, rows=1, seq=options.seq, seed=options.seed, packing=options.packing)
+    (members,) = chosen.members(options.row)
+    return limited, members.tolist(), f"row {options.row:,}", options.seq
 
 
 def painted(document: Document, tokenizer: Any, *, marks: bool = False, tokens: bool = False) -> Text:

@@ -54,12 +54,15 @@ class Opened(NamedTuple):
         held_out: ``held_out(rank, ranks)`` gives one rank's batches of what is never trained on, as many on each rank.
         max_id: the largest id.
         about: what ``config.json`` of the run says of them.
+        documents: ``documents(step, rank, ranks)`` names the documents that one rank has in a step: for each file the numbers of its
+            documents, from 0, as ``xtf data preview FILE --document N`` takes them. ``None`` where there are none to name.
     """
 
     batches: Batches
     held_out: Callable[[int, int], Iterable[Mapping[str, Tensor]]]
     max_id: int
     about: Mapping[str, Any]
+    documents: Callable[[int, int, int], Mapping[str, Sequence[int]]] | None = None
 
 
 class Data(Protocol):
@@ -158,6 +161,7 @@ class Recipe:
         files: tokenizer and start.
         seed: of initial values and samples; the data have their own.
         title: what plots are called.
+        stop_after_skips: skipped steps in a row that end the run; 0 for never.
     """
 
     mesh: Mesh
@@ -168,8 +172,10 @@ class Recipe:
     files: Files
     seed: int = 0
     title: str = "xtf"
+    stop_after_skips: int = 10
 
     def __post_init__(self) -> None:
+        _check_least(self, stop_after_skips=0)
         axes = {name for axis in self.step.token_axes for name in axis.names}
         alone = [name for name, size in self.mesh.sizes.items() if size > 1 and name not in axes]
         if alone:

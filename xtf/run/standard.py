@@ -16,6 +16,7 @@ from xtf.collectives.planned import even
 from xtf.collectives.process_group import backend as device_backend
 from xtf.data.batches import Packing
 from xtf.data.text import TOKENIZER_FILE
+from xtf.deterministic import WORKSPACE
 from xtf.mesh import Mesh
 from xtf.optim import Optimizer
 from xtf.run.recipe import Data, Evaluation, Files, Recipe, Schedule
@@ -53,9 +54,11 @@ def standard(
     optimizer: Literal["adamw", "muon"] = "adamw",
     weight_decay: float = 0.1,
     clip: float = 1.0,
+    skip_spikes: float = 0.0,
     transforms: str | None = None,
     mesh: str = "data=-1",
     backend: Literal["inductor", "aot_eager", "eager"] = "inductor",
+    deterministic: bool = False,
     seed: int = 0,
     tokenizer: Path | None = None,
     template: str | None = None,
@@ -66,6 +69,7 @@ def standard(
     mix: tuple[float, ...] = (),
     loss_weights: tuple[float, ...] = (),
     learn: tuple[Learn, ...] = (),
+    stop_after_skips: int = 10,
     evaluate_every: int = 50,
     save_every: int = 100,
     keep: int = 2,
@@ -91,10 +95,12 @@ def standard(
         optimizer: AdamW, or Muon for matrices with AdamW for the rest.
         weight_decay: Decoupled; vectors (norms, biases) have none.
         clip: Largest global norm of the gradients; 0 does not clip.
+        skip_spikes: Skip a step whose gradient norm is more than this many times the median of the last 128; 0 skips none.
         transforms: In the order of compose, as shard,chunk_loss,accumulate=2,precision=bfloat16,expert_parallel=expert/2 (by
             default chunk_loss, and shard where there are several ranks).
         mesh: Axes of the ranks, as data=-1, data=-1,expert=8 or replica=2,data=4 (shard then keeps a copy per replica).
         backend: What stages are compiled with.
+        deterministic: Use only algorithms that give the same bits every time.
         seed: Of initial values, the order of the data, and the sample.
         tokenizer: Folder of the tokenizer (by default that of the model).
         template: Chat template: a .jinja file or the name of one that ships with xtf (by default the tokenizer's own).
@@ -105,6 +111,8 @@ def standard(
         mix: How often each data file is drawn from, a weight for each; by default every document once an epoch.
         loss_weights: What the loss weights of each data file are multiplied by.
         learn: What is learned of the conversations of each data file.
+        stop_after_skips: Stop when as many steps in a row were skipped, because loss or gradients were not finite or far above what they
+            had been; 0 never stops.
         evaluate_every: Steps between evaluations; 0 evaluates before the first and after the last step only.
         save_every: Steps between two savings of the whole state; 0 saves only when the run is stopped.
         keep: How many saved states are kept, the newest.
@@ -113,6 +121,8 @@ def standard(
         prompt: A text, or for conversations a user's message, that the trained model answers in the end.
         sample: Tokens of this answer.
     """
+    if deterministic:
+        os.environ.setdefault(WORKSPACE, ":4096:8")  # cuBLAS reads it when it is first used
     folder = None if is_preset(model) else Path(model)
     called = model if folder is None else folder.name
     built = xtf.models.preset(model) if folder is None else xtf.models.from_hf(folder)
@@ -127,7 +137,14 @@ def standard(
             f"--tokens-per-step is {total}, expected a multiple of --seq ({length}), as {max(1, round(total / length)) * length}"
         )
     least = {"steps": (steps, 1), "held-out": (held_out, 0), "seed": (seed, 0), "evaluate-every": (evaluate_every, 0)}
-    least |= {"save-every": (save_every, 0), "keep": (keep, 1), "keep-every": (keep_every, 0), "sample": (sample, 0), "warmup": (warmup, 0)}
+    least |= {
+        "stop-after-skips": (stop_after_skips, 0),
+        "save-every": (save_every, 0),
+        "keep": (keep, 1),
+        "keep-every": (keep_every, 0),
+        "sample": (sample, 0),
+        "warmup": (warmup, 0),
+    }
     for name, (value, bound) in least.items():
         if not bound <= value < 2**63:
             raise ValueError(f"--{name} is {value}, expected at least {bound}")
@@ -160,9 +177,10 @@ def standard(
         raise ValueError("--eval-data without --data: give the files to train on too")
     if not data and built.vocab < 2048:
         raise ValueError(f"--model {model} has a vocabulary of {built.vocab}, the tokenizer of the demo's text one of 2048: take another")
-    step = xtf.train_step(built, _optimizer(optimizer, rate, warmup, decay, steps, weight_decay, clip), device=device_backend()[1])
+    update = _optimizer(optimizer, rate, warmup, decay, steps, weight_decay, clip, skip_spikes)
+    step = xtf.train_step(built, update, device=device_backend()[1])
     applied = parse_transforms(default_transforms(ranks) if transforms is None else transforms, ranks)
-    step = xtf.compile(xtf.compose(*applied)(step), backend=backend, donate=True)
+    step = xtf.compile(xtf.compose(*applied)(step), backend=backend, donate=True, deterministic=deterministic)
     return Recipe(
         mesh=ranks,
         step=step,
@@ -171,6 +189,7 @@ def standard(
         evaluation=Evaluation(evaluate_every, asked, chat=bool(data), tokens=sample),
         files=Files(tokens_of, folder or init_from),
         seed=seed,
+        stop_after_skips=stop_after_skips,
         title=f"{called} on {', '.join(path.name for path in data)}" if data else f'{called} on "Pride and Prejudice"',
     )
 
@@ -223,12 +242,14 @@ def absolute(settings: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _optimizer(name: str, lr: float, warmup: int, decay: str, steps: int, weight_decay: float, clip: float) -> Optimizer:
+def _optimizer(name: str, lr: float, warmup: int, decay: str, steps: int, weight_decay: float, clip: float, spikes: float) -> Optimizer:
     if not 0 < lr < 1:
         raise ValueError(f"--lr is {lr}, expected a rate between 0 and 1, as 0.0001")
     for flag, value in (("weight-decay", weight_decay), ("clip", clip)):
         if not 0 <= value < math.inf:
             raise ValueError(f"--{flag} is {value}, expected a number of at least 0")
+    if spikes and not 1 < spikes < math.inf:
+        raise ValueError(f"--skip-spikes is {spikes}, expected 0, or a number above 1, as 10")
     warm = min(warmup, steps // 10)
     if decay == "constant":
         rate = xtf.optim.warmup_constant(lr, warm)
@@ -236,7 +257,9 @@ def _optimizer(name: str, lr: float, warmup: int, decay: str, steps: int, weight
         rate = (xtf.optim.warmup_cosine if decay == "cosine" else xtf.optim.warmup_linear)(lr, warm, steps, final=lr / 10)
     make = xtf.optim.adamw if name == "adamw" else xtf.optim.muon_adamw
     update = make(rate, betas=(0.9, 0.95), weight_decay=weight_decay, mask=xtf.optim.no_decay_1d)
-    return xtf.optim.chain(xtf.optim.clip_by_global_norm(clip), update) if clip else update
+    before = [xtf.optim.skip_spikes(spikes)] if spikes else []
+    before += [xtf.optim.clip_by_global_norm(clip)] if clip else []
+    return xtf.optim.chain(*before, update) if before else update
 
 
 PLAN = "plan:"

@@ -26,12 +26,14 @@ from xtf.run.flops import ModelFlops, model_flops, peak_flops
 from xtf.run.folder import BEST, CHECKPOINTS, LAST, Launch, check_free, holds_run, make_folder, write_description
 from xtf.run.generation import GenerateOptions
 from xtf.run.interrupt import Interrupt, Interrupted, deferred_interrupt
+from xtf.run.lost import limited
 from xtf.run.memory import available_memory, check_fits, count, used_memory
 from xtf.run.metrics import MetricsWriter
 from xtf.run.plot import plot_run
 from xtf.run.progress import Progress
 from xtf.run.ranks import agree, say, together
 from xtf.run.recipe import Opened, Recipe
+from xtf.run.skips import Skips
 from xtf.state import State
 from xtf.step import TrainStep
 from xtf.tree import Tree
@@ -74,6 +76,7 @@ def run(recipe: Recipe, launch: Launch, *, console: Console | None = None) -> Pa
 
     Raises:
         ValueError: for a recipe that is not possible, before anything is written.
+        RunFailed: if too many steps in a row were skipped, or parameters are not finite.
         Interrupted: if a signal ended it.
     """
     mesh, step, total = recipe.mesh, recipe.step, recipe.schedule.steps
@@ -100,7 +103,8 @@ def run(recipe: Recipe, launch: Launch, *, console: Console | None = None) -> Pa
         together(mesh, lambda: write_description(folder, recipe, launch, opened.about), ranks=lambda rank: rank == 0)
     state, position = _start(recipe, folder, notice, begun)
     progress = Progress(total, done=position.done, rank=mesh.rank)
-    with MetricsWriter(folder, tensorboard=launch.tensorboard, active=mesh.rank == 0, resume_at=position.done) as writer:
+    writing = MetricsWriter(folder, tensorboard=launch.tensorboard, active=mesh.rank == 0, resume_at=position.done)
+    with writing as writer, limited(step, mesh, launch.timeout):
         trained = _Loop(recipe, opened, folder, progress, writer)
         state, position, stopped = trained(state, position)
     entropy = opened.about.get("unigram_entropy")
@@ -139,9 +143,10 @@ class _Loop:
 
     def __init__(self, recipe: Recipe, opened: Opened, folder: Path, progress: Progress, writer: MetricsWriter) -> None:
         self.recipe, self.opened, self.folder, self.progress, self.writer = recipe, opened, folder, progress, writer
-        self.step, self.mesh = recipe.step, recipe.mesh
+        self.step, self.mesh, self.owed = recipe.step, recipe.mesh, False
         axis = self.step.row_axis
         self.rank, self.ranks = (axis.index, axis.size) if axis is not None else (0, 1)
+        self.skips = Skips(folder, opened, self.mesh, parts=self.ranks, limit=recipe.stop_after_skips, resume_at=progress.step)
         self.flops: ModelFlops = model_flops(self.step.model)
         self.peak = peak_flops(self.step.device, self.step.precision.compute or torch.float32)
         self.saver = StateSaver(self.step)
@@ -161,11 +166,16 @@ class _Loop:
                     with interrupt.held() if position.done or self.mesh.size > 1 else nullcontext():
                         state, position = self._advance(state, position)
                         stopped = agree(self.mesh, interrupt.asked)
-                        due = schedule.save_every and position.done % schedule.save_every == 0 and position.done < schedule.steps
-                        if due or (stopped and position.done < schedule.steps):
-                            position = self._save(state, position)
+                        self.owed |= bool(schedule.save_every) and position.done % schedule.save_every == 0
+                        if position.done < schedule.steps and (stopped or (self.owed and not self.skips.in_a_row)):
+                            position = self._saved(position)
+                            self.skips.check_sound(state.params, position.done, position.saved)
+                            position, self.owed = self._save(state, position), False
                         if stopped and position.done < schedule.steps:
                             return state, self._saved(position), stopped
+                        if self.skips.in_a_row:
+                            position = self._saved(position)
+                            self.skips.check(position.done, position.saved)
                 with interrupt.held():
                     position = self._saved(position)
         except KeyboardInterrupt as error:
@@ -194,11 +204,8 @@ class _Loop:
         mfu = reached / self.peak
         memory = used_memory(self.step.device)
         self.progress.update(index + 1, loss=loss, tokens=tokens, mfu=mfu, memory=memory)
-        if int(metrics["skipped"]):
-            self.progress.message(
-                f"step {index + 1} skipped: loss {float(metrics['loss']):g} and gradient norm {float(metrics['grad_norm']):g} are not both "
-                f"finite; nothing was changed, skipped so far: {int(state.skipped)}"
-            )
+        if said := self.skips.note(index + 1, metrics, int(state.skipped)):
+            self.progress.message(said)
         rows = -(-self.recipe.data.rows // self.ranks) * self.ranks
         extra: dict[str, Tensor | float | int] = {
             "seconds": seconds,
@@ -238,9 +245,9 @@ class _Loop:
         return position
 
     def _save(self, state: State, position: _Position) -> _Position:
-        """Begin to save, when what was begun before is done."""
+        """Begin to save; what was begun before is done."""
         self.progress.pause()
-        position, schedule = self._saved(position), self.recipe.schedule
+        schedule = self.recipe.schedule
         path = self.folder / CHECKPOINTS / f"step-{position.done:08d}"
         numbers = {name: value if math.isfinite(value) else None for name, value in (("loss", position.loss), ("best", position.best))}
         every = schedule.keep_every

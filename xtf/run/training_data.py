@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import math
+from bisect import bisect_right
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,7 +21,7 @@ from xtf.batch import cut_rows
 from xtf.data import Documents, PackedBatches, Source, Tokens, batches, held_out_batches, unigram_entropy, windows
 from xtf.data.batches import Packing, taught
 from xtf.data.cache import default_cache_dir
-from xtf.data.pipeline import Tokenized, tokenize_files
+from xtf.data.pipeline import Part, Tokenized, tokenize_files
 from xtf.mesh import Mesh
 from xtf.run.ranks import say, together
 from xtf.run.recipe import Opened
@@ -137,7 +139,8 @@ class FileData:
         def held_out(rank: int, ranks: int) -> Iterable[Mapping[str, Tensor]]:
             return held_out_batches(evaluated, rows=self.rows, seq=self.seq, rank=rank, ranks=ranks)
 
-        return Opened(chosen, held_out, max(train.max_id, held.max_id if held is not None else 0), about)
+        max_id = max(train.max_id, held.max_id if held is not None else 0)
+        return Opened(chosen, held_out, max_id, about, partial(named_documents, chosen, train.parts))
 
     def _tokenize(self, console: Console) -> tuple[Tokenized, Tokenized | None]:
         def tokens(files: Sequence[Path]) -> Tokenized:
@@ -181,6 +184,18 @@ class FileData:
         whole = documents.limited(self.seq, long="auto")
         useful = taught(whole)
         return whole.select(np.flatnonzero(useful)), int((~useful).sum())
+
+
+def named_documents(batches: PackedBatches, parts: Sequence[Part], step: int, rank: int, ranks: int) -> dict[str, list[int]]:
+    """The documents that a rank has in a step, in their order: the numbers of each file's own."""
+    members, each = batches.members(step), -(-batches.rows // ranks)
+    own = np.concatenate([np.zeros(0, np.int64), *members[rank * each : (rank + 1) * each]])
+    numbers, firsts = batches.documents.origin(own), [part.first for part in parts]
+    found: dict[str, list[int]] = {}
+    for number in map(int, numbers):
+        at = bisect_right(firsts, number) - 1
+        found.setdefault(parts[at].path, []).append(number - firsts[at])
+    return found
 
 
 @contextlib.contextmanager

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from xtf import optim
 from xtf.batch import Batch
+from xtf.check_types import TypeReport, ValueTypeError, check_types
 from xtf.collectives import Axis
 from xtf.data.documents import Documents
 from xtf.mesh import Mesh, simulate
@@ -169,7 +170,10 @@ __all__ = [
     "Observation",
     "Report",
     "Transform",
+    "TypeReport",
+    "ValueTypeError",
     "check",
+    "check_types",
     "compare",
     "compare_steps",
     "default_optimizer",
