@@ -25,12 +25,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
-from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter, HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.state_dict_saver import async_save as dcp_async_save
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 import xtf
 from xtf.checkpoint.training import own_blocks
@@ -133,9 +136,9 @@ def ways(step: TrainStep, state: State) -> dict[str, Save]:
     def torchs(writer: Callable[[Path], Any], background: bool) -> Save:
         def begin(path: Path) -> Callable[[], None]:
             if not background:
-                dcp.save(dict(tensors), storage_writer=writer(path), no_dist=True)
+                dcp_save(dict(tensors), storage_writer=writer(path), no_dist=True)
                 return lambda: None
-            future: Any = dcp.async_save(dict(tensors), storage_writer=writer(path), no_dist=True)
+            future: Any = dcp_async_save(dict(tensors), storage_writer=writer(path), no_dist=True)
             return lambda: future.result() and None
 
         return begin
@@ -186,14 +189,14 @@ def damages(step: TrainStep, state: State, folder: Path) -> dict[str, dict[str, 
     def of_torch(reader: Callable[[str], Any]) -> Callable[[Path, str], Mapping[str, Tensor]]:
         def load(path: Path, prefix: str) -> Mapping[str, Tensor]:
             found = {name: torch.zeros_like(value) for name, value in wanted.items() if name.startswith(prefix)}
-            dcp.load(found, storage_reader=reader(str(path)), no_dist=True)
+            dcp_load(found, storage_reader=reader(str(path)), no_dist=True)
             return found
 
         return load
 
     xtf.save_state(step, state, folder / "whole")
     xtf.simulate(on_two, data=2)
-    dcp.save(dict(wanted), storage_writer=FileSystemWriter(folder / "default", thread_count=2), no_dist=True)
+    dcp_save(dict(wanted), storage_writer=FileSystemWriter(folder / "default", thread_count=2), no_dist=True)
     formats = {
         "xtf, two ranks": ("two", of_xtf),
         "the same files, by dcp's safetensors reader": ("two", of_torch(HuggingFaceStorageReader)),

@@ -119,7 +119,7 @@ ALSO = ("nothing", "shard", "chunk_loss", "context", "keep", "bfloat16")
 
 
 def holds(layout: Layout, model: str, **options: Any) -> None:
-    (report,) = check_types(layout[0], model=laws.model(model), **options, **layout[1])
+    (report,) = check_types(layout[0], model=laws.model(model), **(options | layout[1]))
     for path, kinds in report.gradients.items():
         assert not set(kinds.values()) & {"partial", "mixed"}, path
     assert report.gradients and report.stages
@@ -171,7 +171,7 @@ def test_an_axis_of_one_rank_has_no_types() -> None:
 # What is wrong -------------------------------------------------------------------------------------------------------------------
 
 
-def caught(transform: Callable[[Mesh], testing.Transform], model: str = "llama", **sizes: int) -> str:
+def caught(transform: Callable[[Mesh], testing.Transform], model: str = "llama", **sizes: Any) -> str:
     """The message of the `ValueTypeError`."""
     with pytest.raises(ValueTypeError) as error:
         check_types(transform, model=laws.model(model), **sizes)

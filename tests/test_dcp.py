@@ -11,7 +11,8 @@ import pytest
 import torch
 from safetensors import safe_open
 from torch import Tensor
-from torch.distributed.checkpoint import HuggingFaceStorageReader, load
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+from torch.distributed.checkpoint.state_dict_loader import load
 
 from tests import laws
 from tests.test_training_checkpoint import of_kinds, spec

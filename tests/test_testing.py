@@ -26,7 +26,7 @@ EQUAL_ROWS = {key: value[:1].expand(6, -1).contiguous() for key, value in laws.b
 """The same row for all ranks and micro-batches: what misses a sum is then a multiple of what is right."""
 
 
-def caught(transform: Callable[..., Any], *, model: str = "llama", batch: Any = None, **sizes: int) -> str:
+def caught(transform: Callable[..., Any], *, model: str = "llama", batch: Any = None, **sizes: Any) -> str:
     """The message of the `LawError`."""
     with pytest.raises(LawError) as error:
         testing.check(transform, model=laws.model(model), batch=batch, optimizer=None, **sizes)
