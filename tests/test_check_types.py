@@ -119,7 +119,8 @@ ALSO = ("nothing", "shard", "chunk_loss", "context", "keep", "bfloat16")
 
 
 def holds(layout: Layout, model: str, **options: Any) -> None:
-    (report,) = check_types(layout[0], model=laws.model(model), **(options | layout[1]))
+    given: dict[str, Any] = {**options, **layout[1]}
+    (report,) = check_types(layout[0], model=laws.model(model), **given)
     for path, kinds in report.gradients.items():
         assert not set(kinds.values()) & {"partial", "mixed"}, path
     assert report.gradients and report.stages
