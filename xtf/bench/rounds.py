@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-import os
 import statistics
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import xtf
 from xtf.bench.contenders import Entry, check_entries
 from xtf.bench.machine import Machine
+from xtf.bench.process import Worker
 from xtf.bench.workload import Workload
 from xtf.run.flops import model_flops
 from xtf.spec import ParamSpec
@@ -137,7 +134,7 @@ def run_rounds(
             workload = dataclasses.replace(workload, weights=str(Path(folder) / "weights"))
         tell("measuring the machine")
         machine = _machine(stack, workload)
-        workers = [stack.enter_context(_Worker(entry, workload)) for entry in chosen]
+        workers = [stack.enter_context(Worker(entry, workload)) for entry in chosen]
         opened, first = list[int](), list[dict[str, Any]]()
         for worker in workers:
             tell(f"{worker.entry.name}: first step")
@@ -170,7 +167,7 @@ def run_rounds(
 
 
 def _machine(stack: ExitStack, workload: Workload) -> Machine:
-    worker = stack.enter_context(_Worker(Entry("the machine", "xtf", "eager"), workload))
+    worker = stack.enter_context(Worker(Entry("the machine", "xtf", "eager"), workload))
     return Machine(**worker.ask("machine", threads=workload.threads, device=workload.device, dtype=workload.dtype))
 
 
@@ -180,47 +177,3 @@ def _check_losses(workload: Workload, entries: Sequence[Entry], losses: Sequence
     if max(losses) - min(losses) > tolerance * abs(losses[0]):
         seen = ", ".join(f"{entry.name} {loss:.6f}" for entry, loss in zip(entries, losses, strict=True))
         raise ValueError(f"the contenders do not compute the same: first losses {seen}, more than {tolerance:g} apart")
-
-
-class _Worker:
-    """The process of one contender."""
-
-    def __init__(self, entry: Entry, workload: Workload) -> None:
-        self.entry = entry
-        environment = os.environ | {"OMP_NUM_THREADS": str(workload.threads), "TOKENIZERS_PARALLELISM": "false"}
-        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 (closed in __exit__)
-        self._process = subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-m", "xtf.bench.worker"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._errors,
-            env=environment,
-            text=True,
-        )
-
-    def __enter__(self) -> _Worker:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._process.kill()
-        self._process.communicate()
-        self._errors.close()
-
-    def ask(self, do: str, **details: Any) -> dict[str, Any]:
-        """Ask, and wait for the answer."""
-        assert self._process.stdin is not None and self._process.stdout is not None
-        try:
-            self._process.stdin.write(json.dumps({"do": do, **details}) + "\n")
-            self._process.stdin.flush()
-            line = self._process.stdout.readline()
-        except BrokenPipeError:
-            line = ""
-        if not line:
-            self._errors.seek(0)
-            said = self._errors.read().decode(errors="replace").strip().splitlines()[-8:]
-            code = self._process.wait()
-            raise ValueError("\n  ".join([f"{self.entry.name} ended with exit code {code} (asked for: {do})", *said]))
-        answer = cast("dict[str, Any]", json.loads(line))
-        if "error" in answer:
-            raise ValueError("\n  ".join([f"{self.entry.name} failed: {answer['error']}", *answer["traceback"]]))
-        return answer
