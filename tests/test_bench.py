@@ -27,8 +27,9 @@ def tiny(tokens: int = 24, documents: str = "one") -> Workload:
     return Workload(shape_config("small-moe", flags), document_lengths(documents, tokens, 0))
 
 
-def test_beside_transformers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_beside_transformers(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """The command as a user gives it: on packed documents both libraries have the same first loss, or it fails."""
+    monkeypatch.setenv("COLUMNS", "80")  # of a terminal: every name is whole
     out, figures = tmp_path / "bench.png", tmp_path / "bench.json"
     asked = ["bench", *TINY, "--tokens", "24", "--documents", "mixed", "--backend", "eager", "--against", "transformers:eager"]
     assert main([*asked, "--rounds", "2", "--warmup", "0", "--threads", "1", "--json", str(figures), "--out", str(out)]) == 0

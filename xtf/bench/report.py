@@ -22,10 +22,10 @@ def table(found: Results, against: Result | None = None) -> Table:
         against: whose speed is 1; by default that of the fastest other library, or the first.
     """
     one = reference(found) if against is None else against
-    rows = Table(box=None, padding=(0, 2), pad_edge=False)
-    rows.add_column("")
-    for name in ("tokens/s", "±", "ratio", "MFU", "but update", "ms", "update", "peak GB", "first, s"):
-        rows.add_column(name, justify="right")
+    rows = Table(box=None, padding=(0, 1), pad_edge=False)
+    rows.add_column("", no_wrap=True)
+    for name in ("tokens/s", "±", "ratio", "MFU", "-upd.", "ms", "GB", "first, s"):
+        rows.add_column(name, justify="right", no_wrap=True)
     for result in found.results:
         rows.add_row(
             result.entry.name,
@@ -35,20 +35,18 @@ def table(found: Results, against: Result | None = None) -> Table:
             f"{100 * found.mfu(result):.0f} %",
             f"{100 * found.mfu(result, update=False):.0f} %",
             f"{1e3 * result.median:,.1f}",
-            f"{1e3 * result.median_update:,.1f}",
             f"{result.peak_bytes / 1e9:.2f}",
             f"{result.first_seconds:.1f}",
         )
     tokens = found.workload.tokens
-    update = found.update_bytes / found.machine.bandwidth
     rows.add_row(
         "floor", f"{tokens / found.floor:,.0f}", "", f"{one.median / found.floor:.2f}",
-        f"{100 * found.flops / found.floor / found.machine.flops:.0f} %", "100 %", f"{1e3 * found.floor:,.1f}", f"{1e3 * update:,.1f}",
+        f"{100 * found.flops / found.floor / found.machine.flops:.0f} %", "100 %", f"{1e3 * found.floor:,.1f}",
     )  # fmt: skip
     rows.caption = (
-        f"ratio: times as fast as {one.entry.name}, side by side. MFU: of the FLOPs of matrix products above; but update: without the "
-        "part after the gradients. peak: the process, libraries and all. first: with compilation. floor: all FLOPs at that rate, and the "
-        "update's bytes at that of memory."
+        f"ratio: times as fast as {one.entry.name}, side by side. MFU: of the FLOPs of matrix products above; -upd.: without the part "
+        "after the gradients. GB: the most memory of the process, libraries and all. first: with compilation. floor: all FLOPs at that "
+        "rate, and the update's bytes at that of memory."
     )
     rows.caption_justify = "left"
     return rows

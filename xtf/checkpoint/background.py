@@ -28,11 +28,13 @@ from xtf.checkpoint.saving import Part, Save, Unseen, begin, finish, shard_name,
 from xtf.checkpoint.snapshot import Snapshot
 from xtf.checkpoint.together import together
 from xtf.checkpoint.training import everyone_of
+from xtf.collectives.process_group import CollectiveError
 from xtf.state import State
 from xtf.step import TrainStep
 
-GRACE = 30.0
-"""Seconds that a save under way is given to end when the program ends with an exception."""
+GRACE, LOST = 30.0, 5.0
+"""Seconds that a save under way is given to end when the program ends with an exception; where a rank was lost, less: its part may never
+come, and torchrun waits for the others."""
 
 
 class StateSaver:
@@ -43,8 +45,8 @@ class StateSaver:
     This goes on while the next step computes; its update waits for the end of it. There is one save at a time: the next waits for it.
 
     As a context manager it waits in the end. Where the block ends with an exception, ranks may not meet any more: what is under way
-    is given `GRACE` seconds to be finished, else it is dropped (after a ``KeyboardInterrupt`` at once); what the last save left
-    complete stays.
+    is given `GRACE` seconds to be finished (`LOST` where a rank was lost), else it is dropped (after a ``KeyboardInterrupt`` at once);
+    what the last save left complete stays.
 
     Args:
         step: the step whose states are saved: the one that trains.
@@ -173,7 +175,7 @@ class StateSaver:
         elif self._work is not None:
             work, self._work = self._work, None
             self._unheard()
-            work.end(0.0 if isinstance(error, KeyboardInterrupt) else GRACE)
+            work.end(0.0 if isinstance(error, KeyboardInterrupt) else LOST if isinstance(error, CollectiveError) else GRACE)
             failure = work.part_error or work.error
             if failure is not None:
                 error.add_note(f"{work.save.failed} either: {type(failure).__name__}: {failure}")

@@ -44,12 +44,11 @@ class Interrupt:
 
     @contextmanager
     def held(self) -> Generator[None]:
-        """A signal waits for the end of this block; a second Ctrl-C does not."""
+        """A signal waits for the end of this block; a second Ctrl-C does not. An error on its way out of the block is not replaced by a
+        signal: where a rank died, torchrun ends the others at once, and they have yet to say which it was."""
         self._held = True
-        try:
-            yield
-        finally:
-            self._held = False
+        yield
+        self._held = False
 
     def handle(self, number: int, frame: FrameType | None) -> None:
         """The signal handler."""
