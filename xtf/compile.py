@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from xtf import tree
+from xtf.backends import backend_of
 from xtf.stage import Lower, Rows
 from xtf.step import Compilation, TrainStep, eager
 
@@ -52,11 +53,14 @@ def compile(step: TrainStep, *, backend: Backend = "inductor", unit: Literal["st
         raise ValueError(f"compile(unit={unit!r}): expected 'stage'")
     if step.compilation.backend != "eager" or step.compilation.donate:
         raise ValueError(f"compile: the step is already compiled for {step.compilation.backend!r}; compile the step it was made from")
-    return dataclasses.replace(step, compilation=Compilation(backend, lowering(backend), donate))
+    return dataclasses.replace(step, compilation=Compilation(backend, lowering(backend, backend_of(step.device).inductor), donate))
 
 
-def lowering(backend: Backend) -> Lower:
-    """The `Lower` of a backend: compiled functions are shared by everything in the process that has the same key."""
+def lowering(backend: Backend, options: Mapping[str, Any] = types.MappingProxyType({})) -> Lower:
+    """The `Lower` of a backend: compiled functions are shared by everything in the process that has the same key.
+
+    ``options`` are inductor's, see `xtf.backends.Backend`.
+    """
     if backend == "eager":
         return eager
 
@@ -64,9 +68,9 @@ def lowering(backend: Backend) -> Lower:
         with _CACHE_LOCK:
             # The key alone would do if it always said everything; a transform that forgets to change it must not be given
             # another function's code.
-            whole = (backend, key, fingerprint(fn))
+            whole = (backend, repr(options), key, fingerprint(fn))
             if whole not in _CACHE:
-                _CACHE[whole] = _Compiled(fn, backend, isinstance(key, Rows))
+                _CACHE[whole] = _Compiled(fn, backend, isinstance(key, Rows), options)
             return _CACHE[whole]
 
     return lower
@@ -79,8 +83,9 @@ class _Compiled:
     stand between stages), so holding a lock over the first call cannot deadlock.
     """
 
-    def __init__(self, fn: Callable[..., Any], backend: Backend, rows: bool) -> None:
-        self._fn = torch.compile(_fresh(fn), backend=backend, fullgraph=True)
+    def __init__(self, fn: Callable[..., Any], backend: Backend, rows: bool, options: Mapping[str, Any]) -> None:
+        given = dict(options) if backend == "inductor" else None
+        self._fn = torch.compile(_fresh(fn), backend=backend, fullgraph=True, options=given)
         self._rows = rows
         self._lock = threading.Lock()
         self._seen: set[Hashable] = set()
