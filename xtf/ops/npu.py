@@ -25,13 +25,6 @@ from torch import Tensor
 
 from xtf.ops import Ops, reference
 
-try:
-    _torch_npu: Any = import_module("torch_npu")
-except ImportError as error:
-    raise ImportError(
-        "the device npu needs the package torch_npu, in the version made for your torch, and CANN: see the installation guide of torch_npu"
-    ) from error
-
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _MASK = 2048  # the side of the compressed mask of sparse modes 2, 3 and 4
 _DOCUMENTS, _HEADS, _SIZE = 2048, 256, 768  # most that npu_fusion_attention takes
@@ -129,7 +122,7 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float
     if not q.shape[0]:
         return _buffers(q)
     q, k, v = (t.contiguous() for t in (q, k, v))
-    found = _torch_npu.npu_fusion_attention(q, k, v, q.shape[1], "TND", scale=scale, **_masked(cu_seqlens, window, q.device))
+    found = _torch_npu().npu_fusion_attention(q, k, v, q.shape[1], "TND", scale=scale, **_masked(cu_seqlens, window, q.device))
     return found[0], found[1], found[2]
 
 
@@ -149,7 +142,7 @@ def _attention_backward(
     if not q.shape[0]:
         return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     q, k, v, dout = (t.contiguous() for t in (q, k, v, dout))
-    found = _torch_npu.npu_fusion_attention_grad(
+    found = _torch_npu().npu_fusion_attention_grad(
         q,
         k,
         v,
@@ -184,6 +177,17 @@ def _(
     window: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def _torch_npu() -> Any:
+    """Imported where it is used: this file can be read, and documented, without it."""
+    try:
+        return import_module("torch_npu")
+    except ImportError as error:
+        raise ImportError(
+            "the ops for NPUs need the package torch_npu, of the version made for your torch, and CANN: install them as the guide of "
+            "torch_npu says, or build the step with ops=xtf.ops.reference.REFERENCE"
+        ) from error
 
 
 def _buffers(q: Float[Tensor, "T heads D"]) -> tuple[Float[Tensor, "T heads D"], Float[Tensor, "T heads 8"], Float[Tensor, "T heads 8"]]:
@@ -242,4 +246,4 @@ class _GroupedMMBackward(torch.autograd.Function):
 def _product(a: Tensor, b: Tensor, offsets: Tensor, group_type: int) -> Tensor:
     """Products of groups of the rows of ``a`` (0), or of its columns and the rows of ``b`` (2); a transposed factor is a view."""
     ends = offsets.to(torch.int64)  # of each group, one after another: group_list_type 0
-    return _torch_npu.npu_grouped_matmul([a], [b], group_list=ends, split_item=3, group_type=group_type, group_list_type=0)[0]
+    return _torch_npu().npu_grouped_matmul([a], [b], group_list=ends, split_item=3, group_type=group_type, group_list_type=0)[0]
