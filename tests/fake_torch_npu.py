@@ -6,6 +6,7 @@ compressed mask, sparse modes, transposed factors.
 
 from __future__ import annotations
 
+import functools
 from itertools import pairwise
 from types import ModuleType
 from typing import Any
@@ -167,8 +168,13 @@ def _documents(
     assert isinstance(ends, list) and all(type(end) is int for end in ends) and ends == key_ends and 1 <= len(ends) <= 2048
     assert all(begin <= end for begin, end in pairwise([0, *ends])) and ends[-1] == query.shape[0]
     assert mask is not None and mask.dtype == torch.bool and mask.device == query.device
-    assert torch.equal(mask, torch.ones(2048, 2048, dtype=torch.bool, device=mask.device).triu(1))
+    assert torch.equal(mask.cpu(), _causal())
     return [(begin, end) for begin, end in pairwise([0, *ends]) if end > begin]
+
+
+@functools.cache
+def _causal() -> Tensor:
+    return torch.ones(2048, 2048, dtype=torch.bool).triu(1)
 
 
 def _hidden(n: int, mode: int, before: int, after: int, device: torch.device) -> Tensor:
