@@ -17,7 +17,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from xtf.ops import mkl
 from xtf.ops.cpu import CPU
-from xtf.ops.lowering import best
 from xtf.ops.reference import REFERENCE
 
 QKV = tuple[Tensor, Tensor, Tensor]
@@ -354,11 +353,6 @@ def test_bad_input_is_refused() -> None:
             ops.attention(q, k, v, cu([4]), scale=1.0, sinks=torch.ones(2))
         with pytest.raises(ValueError, match=r"expected \(rows, K\)"):
             ops.grouped_mm(torch.ones(2, 3), torch.ones(1, 4, 5), torch.tensor([2], dtype=torch.int32))
-
-
-def test_best() -> None:
-    assert best(torch.device("cpu")) is CPU
-    assert best(torch.device("meta")) is REFERENCE
 
 
 def test_cuda_grouped_mm_is_the_reference_in_16_bits() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from itertools import accumulate
 from typing import Any
@@ -11,7 +12,8 @@ import torch
 from torch import Tensor
 
 from tests import memory
-from xtf import ring
+from xtf import backends, ring
+from xtf.backends import backend_of
 from xtf.mesh import Mesh, simulate
 from xtf.ops import partial_cuda
 from xtf.ops.partial import attend, attend_backward, blank
@@ -163,7 +165,8 @@ def test_on_gpus_one_launch_has_all_blocks(dv: int, sinks: bool, monkeypatch: py
         return call
 
     inside = set[int]()
-    monkeypatch.setattr(partial_cuda, "serves", serves)
+    as_cuda = dataclasses.replace(backend_of("cpu"), partial=partial_cuda.KERNELS._replace(serves=serves))
+    monkeypatch.setitem(backends._REGISTERED, "cpu", as_cuda)  # pyright: ignore[reportPrivateUsage]
     monkeypatch.setattr(partial_cuda, "_forward", outside(_kernel))
     monkeypatch.setattr(partial_cuda, "_backward", outside(_kernel_backward))
     assert max(errors([1, 130, 40, 3, 77], 3, dv, None, sinks, torch.bfloat16)) < 2e-2
@@ -179,4 +182,4 @@ def test_on_gpus_calls_fit_the_kernels() -> None:
     wide, lse = blank(q, v)
     dq, dk, dv = (torch.zeros(t.shape, device="meta") for t in (q, k, v))
     partial_cuda.attend_backward(dq, dk, dv, wide.bfloat16(), q, k, v, wide.bfloat16(), lse, blocks, 0.2)
-    assert not partial_cuda.serves(q, v, blocks, None)  # no GPU
+    assert partial_cuda.serves(q, v, blocks, None) and not partial_cuda.serves(q.float(), v.float(), blocks, None)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from xtf import tree
+from xtf.backends import backend_of
 from xtf.deterministic import check_device
 from xtf.stage import Lower, Rows
 from xtf.step import Compilation, TrainStep, eager
@@ -66,11 +67,15 @@ def compile(
         raise ValueError(f"compile: the step is already compiled for {step.compilation.backend!r}; compile the step it was made from")
     if deterministic:
         check_device(step.device)
-    return dataclasses.replace(step, compilation=Compilation(backend, lowering(backend, deterministic), donate, deterministic))
+    lower = lowering(backend, backend_of(step.device).inductor, deterministic=deterministic)
+    return dataclasses.replace(step, compilation=Compilation(backend, lower, donate, deterministic))
 
 
-def lowering(backend: Backend, deterministic: bool = False) -> Lower:
-    """The `Lower` of a backend: compiled functions are shared by everything in the process that has the same key."""
+def lowering(backend: Backend, options: Mapping[str, Any] = types.MappingProxyType({}), *, deterministic: bool = False) -> Lower:
+    """The `Lower` of a backend: compiled functions are shared by everything in the process that has the same key.
+
+    ``options`` are inductor's, see `xtf.backends.Backend`.
+    """
     if backend == "eager":
         return eager
 
@@ -78,9 +83,9 @@ def lowering(backend: Backend, deterministic: bool = False) -> Lower:
         with _CACHE_LOCK:
             # The key alone would do if it always said everything; a transform that forgets to change it must not be given
             # another function's code.
-            whole = (backend, deterministic, key, fingerprint(fn))
+            whole = (backend, deterministic, repr(options), key, fingerprint(fn))
             if whole not in _CACHE:
-                _CACHE[whole] = _Compiled(fn, backend, isinstance(key, Rows))
+                _CACHE[whole] = _Compiled(fn, backend, isinstance(key, Rows), options)
             return _CACHE[whole]
 
     return lower
@@ -93,8 +98,9 @@ class _Compiled:
     stand between stages), so holding a lock over the first call cannot deadlock.
     """
 
-    def __init__(self, fn: Callable[..., Any], backend: Backend, rows: bool) -> None:
-        self._fn = torch.compile(_fresh(fn), backend=backend, fullgraph=True)
+    def __init__(self, fn: Callable[..., Any], backend: Backend, rows: bool, options: Mapping[str, Any]) -> None:
+        given = dict(options) if backend == "inductor" else None
+        self._fn = torch.compile(_fresh(fn), backend=backend, fullgraph=True, options=given)
         self._rows = rows
         self._lock = threading.Lock()
         self._seen: set[Hashable] = set()

@@ -1,8 +1,8 @@
 """Host memory for what leaves the device for a while: reused buffers, and copies on streams of their own.
 
-On CUDA buffers are pinned, each direction has a stream, and nothing waits on the host: copies are ordered by events. On the CPU a
-copy is a copy, so that everything above this file runs, and is tested, without a device. Tensors without values go to buffers without
-values, in a pool of their own.
+Where the device's backend has them, buffers are pinned, each direction has a stream, and nothing waits on the host: copies are ordered
+by events. On the CPU a copy is a copy, so that everything above this file runs, and is tested, without a device. Tensors without values
+go to buffers without values, in a pool of their own.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_WITHOUT_STREAMS = ("cpu", "meta")
+from xtf.backends import backend_of
+
 _ROOM = 1.25  # a free buffer serves a tensor if it is at most this much larger
 
 
@@ -94,7 +95,7 @@ class HostMemory:
 
     def allocate(self, bytes: int, device: torch.device) -> Tensor:
         """A new buffer for tensors of a device: (bytes,) uint8."""
-        return torch.empty(bytes, dtype=torch.uint8, pin_memory=device.type != "cpu")
+        return torch.empty(bytes, dtype=torch.uint8, pin_memory=backend_of(device).pinned)
 
     @property
     def planned(self) -> HostMemory:
@@ -112,7 +113,7 @@ class HostMemory:
         if buffer is None:
             return None
         away = Away(buffer, tensor.shape, tensor.dtype, tensor.device, tensor.nbytes)
-        if tensor.device.type in _WITHOUT_STREAMS:
+        if not backend_of(tensor.device).streams:
             away.view().copy_(tensor)
         else:
             stream = self._stream(tensor.device, "out")
@@ -131,8 +132,8 @@ class HostMemory:
         if away.device.type == "meta" and not isinstance(self, _Planned):
             return self.planned.fetch(away)
         buffer = away.buffer
-        if away.device.type in _WITHOUT_STREAMS:
-            tensor, done = away.view().clone(), None
+        if not backend_of(away.device).streams:
+            tensor, done = away.view().to(away.device, copy=True), None
         else:
             stream = self._stream(away.device, "back")
             with stream:
@@ -170,8 +171,8 @@ class HostMemory:
             self.back += 1
         if device.type == "meta":
             return torch.empty(held.shape, dtype=held.dtype, device=device), None
-        if device.type == "cpu":
-            return held.clone(), None
+        if not backend_of(device).streams:
+            return held.to(device, copy=True), None
         stream = self._stream(device, "back")
         stream.wait_stream(self._stream(device, "out"))
         with stream:
@@ -179,13 +180,13 @@ class HostMemory:
 
     def put(self, tensor: Tensor, held: Tensor | None) -> Tensor:
         """Begin to copy a tensor to the host, into ``held`` if given; `settle` before the host reads it."""
-        if held is None or not (tensor.device.type in _WITHOUT_STREAMS or held.is_pinned()):
+        if held is None or (backend_of(tensor.device).pinned and not held.is_pinned()):
             held = self.zeros(tensor.shape, tensor.dtype, tensor.device)
         with self._lock:
             self.out += 1
         if tensor.is_meta:
             return held
-        if tensor.is_cpu:
+        if not backend_of(tensor.device).streams:
             return held.copy_(tensor)
         stream = self._stream(tensor.device, "out")
         stream.wait_stream(torch.accelerator.current_stream(tensor.device))
@@ -196,7 +197,7 @@ class HostMemory:
 
     def settle(self, device: torch.device) -> None:
         """Wait until all that was put is on the host."""
-        if device.type not in _WITHOUT_STREAMS:
+        if backend_of(device).streams:
             self._stream(device, "out").synchronize()
 
     def _let_go(self, bytes: int) -> None:

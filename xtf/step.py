@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from xtf import tree
+from xtf.backends import backend_of
 from xtf.batch import Batch
 from xtf.collectives import Axis
 from xtf.collectives.planned import read
@@ -25,7 +26,6 @@ from xtf.deterministic import where_asked
 from xtf.mesh import join
 from xtf.model import Model
 from xtf.ops import Ops
-from xtf.ops.lowering import best
 from xtf.optim import Optimizer, advance
 from xtf.overlap import Layout, overlapped
 from xtf.placement import Placed, Placement, cut, gather_transfer, place, reduce_transfer, uncut
@@ -180,7 +180,7 @@ class TrainStep:
     @cached_property
     def program(self) -> Program:
         """The finished program: the model's stages rewritten, with every transfer declared."""
-        program: Program = self.model.build(self.ops or best(self.device))
+        program: Program = self.model.build(self.ops or backend_of(self.device).ops)
         for rewrite in self.rewrites:
             program = rewrite(self, program)
         _check_program(program)

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from xtf.backends import backend_of
 from xtf.host import is_bytes
 from xtf.stage import Stage
 
@@ -76,20 +77,15 @@ def plan_swaps(costs: Sequence[StageCost], *, bandwidth: float, budget: int | No
 def copy_bandwidth(device: torch.device, *, bytes: int = 1 << 26) -> float:
     """Bytes per second of a copy from a device to pinned host memory: the best of three, measured now. On the CPU, of a copy."""
     source = torch.zeros(bytes, dtype=torch.uint8, device=device)
-    target = torch.empty(bytes, dtype=torch.uint8, pin_memory=device.type != "cpu")
+    target = torch.empty(bytes, dtype=torch.uint8, pin_memory=backend_of(device).pinned)
     times: list[float] = []
     for _ in range(3):
-        _finish(device)
+        backend_of(device).synchronize(device)
         begin = time.perf_counter()
         target.copy_(source, non_blocking=True)
-        _finish(device)
+        backend_of(device).synchronize(device)
         times.append(time.perf_counter() - begin)
     return bytes / max(min(times), 1e-9)
-
-
-def _finish(device: torch.device) -> None:
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
 
 
 class Automatic:
@@ -168,7 +164,8 @@ class Automatic:
 
 def _mark(device: torch.device) -> Any:
     """Now, on the device's stream."""
-    if device.type == "cpu":
+    if not backend_of(device).streams:
+        backend_of(device).synchronize(device)
         return time.perf_counter()
     event = torch.Event(device, enable_timing=True)
     event.record(torch.accelerator.current_stream(device))

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 
+from xtf.backends import backend_of
 from xtf.bench.clock import seconds_now
 from xtf.run.flops import peak_flops
 
@@ -39,5 +40,5 @@ def measure_machine(device: str, dtype: str) -> Machine:
         target.copy_(source)
         best = max(best, 2 * size / (seconds_now(device) - began))
         time.sleep(0.01)
-    name = torch.cuda.get_device_name() if device == "cuda" else f"{device}, {torch.get_num_threads()} threads"
+    name = backend_of(device).name(torch.device(device))
     return Machine(peak_flops(device, getattr(torch, dtype)), best, name)

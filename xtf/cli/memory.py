@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from xtf.backends import backend_of
 from xtf.cli.train import built, given_settings, with_settings
 from xtf.files import write_atomically
 from xtf.memory import HOST, KINDS, Timeline, measure, rehearse
@@ -130,7 +131,7 @@ def timeline_of(recipe: Recipe, *, count: bool = False) -> Timeline:
     """
     tokens, micro_batches = micro_batches_of(recipe)
     step = recipe.step
-    if count or step.device.type == "cpu" or recipe.mesh.size > 1:
+    if count or backend_of(step.device).memory is None or recipe.mesh.size > 1:
         return rehearse(step, tokens, micro_batches=micro_batches)
     rows = rows_of_rank(recipe)
     batch = {k: v.to(step.device) for k, v in random_batch(step.model.vocab, rows=rows, seq=recipe.data.seq).items() if k != "loss_weights"}

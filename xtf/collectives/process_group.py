@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.rendezvous import rendezvous  # pyright: ignore[reportUnknownVariableType]
 
+from xtf.backends import backend_of
 from xtf.collectives import Axis, Call
 from xtf.collectives.world import fresh
 
@@ -38,12 +39,11 @@ _reduce_scatter_single = _since_2_14("reduce_scatter_single", "reduce_scatter_te
 
 
 def backend() -> tuple[str, torch.device]:
-    """The backend for this machine's devices, and this process' device: torch's own table (cuda: nccl, npu: hccl, cpu: gloo)."""
+    """The backend of torch.distributed for this machine's devices (`xtf.backends.Backend`), and this process' device."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
-    if accelerator is None:
-        return "gloo", torch.device("cpu")
-    device = torch.device(accelerator.type, int(os.environ.get("LOCAL_RANK", "0")))
-    return dist.get_default_backend_for_device(device), device
+    on_cpu = accelerator is None
+    device = torch.device("cpu") if on_cpu else torch.device(accelerator.type, int(os.environ.get("LOCAL_RANK", "0")))
+    return backend_of(device).collectives or dist.get_default_backend_for_device(device), device
 
 
 def connect() -> None:

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor
 
+from xtf.backends import backend_of
 from xtf.collectives import Axis, Call
 
 if TYPE_CHECKING:
@@ -295,14 +296,14 @@ def _reduce(output: Tensor, xs: list[Tensor], reduction: str) -> None:
 
 
 def _record(x: Tensor) -> list[Any]:
-    """Marks what this rank's stream holds now; nothing on the CPU."""
-    return [torch.cuda.current_stream(x.device).record_event()] if x.is_cuda else []
+    """Marks what this rank's stream holds now; nothing on a device without streams."""
+    return [torch.accelerator.current_stream(x.device).record_event()] if backend_of(x.device).streams else []
 
 
 def _on_stream(events: list[Any]) -> None:
     """Makes this rank's stream wait for the events."""
     for event in events:
-        torch.cuda.current_stream().wait_event(event)
+        torch.accelerator.current_stream().wait_event(event)
 
 
 def _end(thread: threading.Thread) -> None:

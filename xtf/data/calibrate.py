@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from xtf.backends import backend_of
 from xtf.data.cost import Cost, fit_cost
 from xtf.data.plan_input import check_count
 
@@ -54,10 +55,10 @@ def measure_cost(
         batch: dict[str, Tensor] = {"input_ids": ids, "labels": ids, "document_ids": owners}
         times: list[float] = []
         for _ in range(repeats + 1):
-            _synchronize(step.device)
+            backend_of(step.device).synchronize(step.device)
             begin = clock()
             step.value_and_grad(params, batch)
-            _synchronize(step.device)
+            backend_of(step.device).synchronize(step.device)
             times.append(clock() - begin)
         return statistics.median(times[1:])
 
@@ -72,8 +73,3 @@ def measure_cost(
 def _pieces(tokens: int, each: int) -> list[int]:
     rest = tokens % each
     return [each] * (tokens // each) + ([rest] if rest else [])
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)

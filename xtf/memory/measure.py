@@ -6,8 +6,7 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import torch
-
+from xtf.backends import backend_of
 from xtf.batch import Batch
 from xtf.memory.live import HOST, Live, tensors
 from xtf.memory.rehearsal import HELD, run, watched
@@ -28,10 +27,11 @@ class Meter(NamedTuple):
 def measure(step: TrainStep, state: State, batch: Batch) -> tuple[Timeline, State]:
     """Device memory over a training step that runs for real, on this rank.
 
-    On the CPU storages are counted while the step's eager form runs, as in `xtf.memory.rehearse`. On an accelerator the step runs as it
-    is, compiled or not, and the allocator's statistics are read between events (``torch.accelerator``): what is allocated now and was at
-    most since the event before. That includes what kernels take for themselves. The host runs ahead of the device, but allocations are
-    made by the host in the order of the record. **The readings of an accelerator were never run on hardware.**
+    Where the device's allocator keeps no statistics, as on the CPU, storages are counted while the step's eager form runs, as in
+    `xtf.memory.rehearse`. On an accelerator the step runs as it is, compiled or not, and the allocator's statistics are read between events
+    (`xtf.backends.Memory`): what is allocated now and was at most since the event before. That includes what kernels take for themselves.
+    The host runs ahead of the device, but allocations are made by the host in the order of the record. **The readings of an accelerator
+    were never run on hardware.**
 
     Args:
         step: the finished step.
@@ -47,24 +47,18 @@ def measure(step: TrainStep, state: State, batch: Batch) -> tuple[Timeline, Stat
     micros = step.split(batch)
     tokens = micros[0]["input_ids"].numel()
     stages = {node.name: getattr(node, "kind", "") for node in step.program}
-    if step.device.type == "cpu":
-        live = Live("cpu")
+    memory = backend_of(step.device).memory
+    if memory is None:
+        live = Live(step.device.type)
         compilation = Compilation("eager", eager, step.compilation.donate)
         plain = dataclasses.replace(step, optimizer=watched(step.optimizer, live), compilation=compilation)
         with live:
             new = run(plain, state, batch, live)
         return Timeline(replay(live.log, stages), tokens, len(micros), True), new
-    moments, new = read_between(step, state, batch, accelerator(step.device), stages)
+    device = step.device
+    meter = Meter(lambda: memory.now(device), lambda: memory.most(device), lambda: memory.reset(device))
+    moments, new = read_between(step, state, batch, meter, stages)
     return Timeline(moments, tokens, len(micros), True), new
-
-
-def accelerator(device: torch.device) -> Meter:
-    """The meter of an accelerator's allocator. Never run on hardware."""
-    return Meter(
-        lambda: torch.accelerator.memory_allocated(device),
-        lambda: torch.accelerator.max_memory_allocated(device),
-        lambda: torch.accelerator.reset_peak_memory_stats(device),
-    )
 
 
 def read_between(step: TrainStep, state: State, batch: Batch, meter: Meter, stages: Mapping[str, str]) -> tuple[tuple[Moment, ...], State]:

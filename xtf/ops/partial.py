@@ -5,10 +5,10 @@ Attention over keys in two parts is, with o and l the output and the logarithm o
 Gimelshein 2018, "Online normalizer calculation for softmax"). Given the whole o and l, the gradients of each part follow from that part
 alone (Dao 2023, "FlashAttention-2").
 
-On the CPU torch's flash kernel serves where a query sees all keys of a block or those up to itself, on GPUs FlashAttention
-(`xtf.ops.partial_cuda`); where they do not (windows, on the CPU value heads of another size, on GPUs 32 bits) queries go `_BLOCK` at a time
-against the keys that they see. No buffer grows with the square of a sequence. Sums over parts are in at least float32. These are plain
-functions without a derivative of their own: not for ``torch.func``, and not to be compiled.
+The kernels are those of the device's backend (`xtf.backends.Partial`): on the CPU torch's flash kernel serves where a query sees all keys
+of a block or those up to itself, on GPUs FlashAttention; where they do not (windows, on the CPU value heads of another size, on GPUs 32
+bits) queries go `_BLOCK` at a time against the keys that they see. No buffer grows with the square of a sequence. Sums over parts are in
+at least float32. These are plain functions without a derivative of their own: not for ``torch.func``, and not to be compiled.
 
 Dims: Q rows of queries, K rows of keys, D head size, Dv value head size; heads is a multiple of kv_heads.
 """
@@ -22,17 +22,12 @@ from einops import rearrange
 from jaxtyping import Float
 from torch import Tensor
 
-from xtf.ops import partial_cuda
+from xtf.backends import Partial, backend_of
 from xtf.type_rules import attention
 from xtf.value_types import followed_by
 from xtf.zigzag import Block
 
-_BLOCK = 128  # queries at a time where the flash kernel does not serve
-
-_FLASH = ("cpu", "meta")  # devices of the kernel; tensors without values stand for those of a CPU
-
-_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
-_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+_BLOCK = 128  # queries at a time where no kernel serves
 
 
 def blank(q: Float[Tensor, "Q heads D"], v: Float[Tensor, "K kv_heads Dv"]) -> tuple[Float[Tensor, "Q heads Dv"], Float[Tensor, "Q heads"]]:
@@ -63,21 +58,12 @@ def attend(
         scale: factor on the scores.
         window: how many tokens back, itself included, a token sees.
     """
-    if partial_cuda.serves(q, v, blocks, window):
-        _merge(out, logsumexp, *partial_cuda.attend(q, k, v, blocks, scale))
-        return
-    for block in blocks:
-        if _flash_serves(q, v, block, window):
-            group = q.shape[1] // k.shape[1]
-            o, lse = _flash(
-                _heads(q[block.queries]),
-                *(_heads(t[block.keys], group) for t in (k, v)),
-                0.0,
-                block.ahead is not None,
-                scale=scale,
-            )
-            _merge(out, logsumexp, block.queries, o[0].transpose(0, 1), lse[0].T)
+    kernels = backend_of(q.device).partial
+    for some in _together(kernels, q, v, blocks, window):
+        if kernels is not None and kernels.serves(q, v, some, window):
+            _merge(out, logsumexp, *kernels.attend(q, k, v, some, scale))
             continue
+        (block,) = some
         for queries, keys, hidden in _parts(block, window, q.device):
             scores = _scores(q[queries], k[keys], scale)
             if hidden is not None:
@@ -112,29 +98,12 @@ def attend_backward(
         q, k, v: see `attend`; so are ``blocks``, ``scale`` and ``window``.
         out: (Q, heads, value head size), over all keys; of the dtype of ``q``. ``logsumexp``: (Q, heads), over all keys.
     """
-    if partial_cuda.serves(q, v, blocks, window):
-        partial_cuda.attend_backward(dq, dk, dv, dout, q, k, v, out, logsumexp, blocks, scale)
-        return
-    group = q.shape[1] // max(k.shape[1], 1)
-    for block in blocks:
-        if _flash_serves(q, v, block, window):
-            rows = block.queries
-            grads = _flash_backward(
-                _heads(dout[rows]),
-                _heads(q[rows]),
-                *(_heads(t[block.keys], group) for t in (k, v)),
-                _heads(out[rows]),
-                logsumexp[rows].T.unsqueeze(0),
-                0.0,
-                block.ahead is not None,
-                scale=scale,
-            )
-            dquery, dkey, dvalue = (grad[0].transpose(0, 1) for grad in grads)
-            dq[rows] += dquery
-            for whole, grad in ((dk, dkey), (dv, dvalue)):
-                by_key = rearrange(grad, "rows (kv_heads group) D -> rows kv_heads group D", group=group)
-                whole[block.keys] += by_key.sum(2, dtype=whole.dtype)
+    kernels, group = backend_of(q.device).partial, q.shape[1] // max(k.shape[1], 1)
+    for some in _together(kernels, q, v, blocks, window):
+        if kernels is not None and kernels.serves(q, v, some, window):
+            kernels.attend_backward(dq, dk, dv, dout, q, k, v, out, logsumexp, some, scale)
             continue
+        (block,) = some
         for queries, keys, hidden in _parts(block, window, q.device):
             lse = rearrange(logsumexp[queries], "queries (kv_heads group) -> kv_heads group queries 1", group=group)
             weights = _scores(q[queries], k[keys], scale).sub_(lse).exp_()
@@ -163,10 +132,9 @@ def _finite(logsumexp: Tensor) -> Tensor:
     return logsumexp.masked_fill(logsumexp == -torch.inf, 0)
 
 
-def _flash_serves(q: Tensor, v: Tensor, block: Block, window: int | None) -> bool:
-    rows, keys = block.queries.stop - block.queries.start, block.keys.stop - block.keys.start
-    triangle = block.ahead == 0 and rows == keys and (window is None or window >= rows)
-    return q.device.type in _FLASH and q.shape[2] == v.shape[2] and (block.ahead is None or triangle)
+def _together(kernels: Partial | None, q: Tensor, v: Tensor, blocks: Sequence[Block], window: int | None) -> Sequence[Sequence[Block]]:
+    """All blocks at once where the kernels take them so, or one at a time."""
+    return [blocks] if blocks and kernels is not None and kernels.serves(q, v, blocks, window) else [[block] for block in blocks]
 
 
 def _parts(block: Block, window: int | None, device: torch.device) -> Iterator[tuple[slice, slice, Tensor | None]]:
@@ -184,12 +152,6 @@ def _parts(block: Block, window: int | None, device: torch.device) -> Iterator[t
             back = torch.arange(at, at + b - a, device=device)[:, None] - torch.arange(begin - first, end - first, device=device)[None, :]
             hidden = back < 0
             yield slice(a, b), slice(begin, end), hidden if window is None else hidden | (back >= window)
-
-
-def _heads(t: Float[Tensor, "rows kv_heads D"], group: int = 1) -> Float[Tensor, "1 heads rows D"]:
-    """As the flash kernel takes them: each key head once per query head that uses it."""
-    t = t if t.stride(2) == 1 else t.contiguous()
-    return (t if group == 1 else t.repeat_interleave(group, 1)).transpose(0, 1).unsqueeze(0)
 
 
 def _split(t: Float[Tensor, "rows heads D"], kv_heads: int, dtype: torch.dtype) -> Float[Tensor, "rows {kv_heads} group D"]:

@@ -19,6 +19,7 @@ from einops import rearrange
 from jaxtyping import Float, Int32, Int64
 from torch import Tensor
 
+from xtf.backends import Partial
 from xtf.zigzag import Block
 
 _forward = torch.ops.aten._flash_attention_forward.default
@@ -28,7 +29,7 @@ _backward = torch.ops.aten._flash_attention_backward.default
 def serves(q: Float[Tensor, "Q heads D"], v: Float[Tensor, "K kv_heads Dv"], blocks: Sequence[Block], window: int | None) -> bool:
     """Whether the kernels take these: 16 bits, heads of at most 256 and a multiple of 8, values not larger than keys, no window."""
     fits = q.shape[2] % 8 == 0 and q.shape[2] <= 256 and v.shape[2] <= q.shape[2] and q.dtype in (torch.bfloat16, torch.float16)
-    return q.is_cuda and fits and window is None and len({block.ahead for block in blocks}) == 1 and blocks[0].ahead in (0, None)
+    return fits and window is None and len({block.ahead for block in blocks}) == 1 and blocks[0].ahead in (0, None)
 
 
 class _Packed(NamedTuple):
@@ -109,3 +110,6 @@ def _packed(blocks: Sequence[Block], device: torch.device) -> _Packed:
     lengths = [[s.stop - s.start for s in side] for side in sides]
     bounds = [torch.tensor([0, *accumulate(each)], dtype=torch.int32).to(device, non_blocking=True) for each in lengths]
     return _Packed(rows[0], rows[1], bounds[0], bounds[1], (max(lengths[0]), max(lengths[1])), blocks[0].ahead == 0)
+
+
+KERNELS = Partial(serves, attend, attend_backward)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from xtf import tree
+from xtf.backends import backend_of
 from xtf.optim import leaves
 from xtf.optim.core import Fused, Optimizer, or_old
 from xtf.optim.leaves import Mask
@@ -195,7 +196,7 @@ def adam(
         lr, counts = rate(step), dict[torch.device, Tensor]()
 
         def leaf(path: Path, g: Tensor, p: Tensor, mean: Tensor, square: Tensor, decays: bool) -> tuple[Tensor, Tensor, Tensor]:
-            if not (g.dtype == p.dtype == mean.dtype and g.device.type in _FUSED and g.is_contiguous()):
+            if not (g.dtype == p.dtype == mean.dtype and backend_of(g.device).fused_adamw and g.is_contiguous()):
                 u, mean, square = one(step, placement, g, p, mean, square, decays)
                 return (p if placement.donate else p.clone()).add_(u), mean, square
             p, mean, square = (leaves.own(t, placement) for t in (p, mean, square))
@@ -213,9 +214,6 @@ def adam(
         return or_old(new, params), AdamState(leaves.add_one(state.steps, placement), mean, square)
 
     return Optimizer(init, Fused(update, advance) if fused else update, metrics)
-
-
-_FUSED = ("cpu", "cuda", "meta")  # devices on which torch has the kernel, or the shape of it
 
 
 def add_decayed_weights(weight_decay: float, mask: Mask = None) -> Optimizer:

@@ -17,10 +17,10 @@ from jaxtyping import Bool, Float, Int32, Shaped
 from torch import Tensor
 
 from xtf import tree
+from xtf.backends import backend_of
 from xtf.batch import pack
 from xtf.model import Model, scoring
 from xtf.ops import Ops
-from xtf.ops.lowering import best
 from xtf.ops.reference import attend_with_sinks, check_attention
 from xtf.stage import Stage
 from xtf.tree import Tree
@@ -55,7 +55,7 @@ class NextToken:
         leaves: dict[str, Tensor] = tree.items(params)
         self._model, self._device = model, next(iter(leaves.values())).device
         self._cache = _Cache()
-        stages = model.build(Ops("cached", self._cache.attention, best(self._device).grouped_mm))
+        stages = model.build(Ops("cached", self._cache.attention, backend_of(self._device).ops.grouped_mm))
         missing = sorted({path for stage in stages for path in stage.params.values()} - leaves.keys())
         if missing:
             raise ValueError(f"the parameters have no {missing[:5]}: they are not this model's (of a state, give state.params)")

@@ -8,6 +8,7 @@ import re
 
 import torch
 
+from xtf.backends import backend_of
 from xtf.batch import Batch
 from xtf.memory import Timeline, rehearse
 from xtf.memory.fit import too_small
@@ -91,7 +92,8 @@ def free_bytes(device: torch.device) -> int:
     Raises:
         ValueError: where the system does not say.
     """
-    free = available_memory() if device.type == "cpu" else int(torch.accelerator.get_memory_info(device)[0])
+    memory = backend_of(device).memory
+    free = available_memory() if memory is None else memory.free(device)
     if free is None:
         raise ValueError("--fit: this system does not say how much memory is free; give --budget, as --budget 8GB")
     return int(_MARGIN * free)

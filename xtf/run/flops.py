@@ -20,6 +20,7 @@ from jaxtyping import Int64
 from torch import Tensor
 
 from xtf import tree
+from xtf.backends import backend_of
 from xtf.batch import Batch, pack
 from xtf.model import Model, run
 from xtf.ops.cpu import CPU
@@ -238,11 +239,8 @@ def peak_flops(device: torch.device | str, dtype: torch.dtype) -> float:
     device = torch.device(device)
     if not dtype.is_floating_point or device.type == "meta":
         raise ValueError(f"peak_flops({str(device)!r}, {dtype}): expected a device that computes and a floating dtype, as torch.float32")
-    if device.type == "cuda":
-        known = published_peak(torch.cuda.get_device_name(device), dtype, tf32=torch.backends.cuda.matmul.fp32_precision == "tf32")
-        if known is not None:
-            return known
-    return _measured(device, dtype, torch.get_num_threads())
+    known = published_peak(backend_of(device).name(device), dtype, tf32=torch.backends.cuda.matmul.fp32_precision == "tf32")
+    return _measured(device, dtype, torch.get_num_threads()) if known is None else known
 
 
 def published_peak(name: str, dtype: torch.dtype, *, tf32: bool = False) -> float | None:
@@ -283,13 +281,8 @@ def _measured(device: torch.device, dtype: torch.dtype, threads: int) -> float:
 
 
 def _seconds(factor: Tensor) -> float:
-    _synchronize(factor.device)
+    backend_of(factor.device).synchronize(factor.device)
     began = time.perf_counter()
     torch.mm(factor, factor)
-    _synchronize(factor.device)
+    backend_of(factor.device).synchronize(factor.device)
     return max(time.perf_counter() - began, 1e-9)
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type != "cpu":
-        getattr(torch, device.type).synchronize(device)

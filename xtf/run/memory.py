@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from xtf import tree
+from xtf.backends import backend_of
 from xtf.memory.rehearsal import host_bytes, meta_state, on_meta, rehearse
 from xtf.step import TrainStep
 from xtf.tree import Tree
@@ -49,7 +50,8 @@ def check_fits(parameters: int, available: int | None, name: str) -> None:
 
 
 def used_memory(device: torch.device | str = "cpu") -> int:
-    """Bytes that this process uses: on a GPU the most that its tensors had at once so far, on the CPU its resident set now.
+    """Bytes that this process uses: on a GPU the most that its tensors had at once so far, on the CPU, and where the device's
+    allocator keeps no statistics, its resident set now.
 
     0 where the system does not say.
 
@@ -58,9 +60,9 @@ def used_memory(device: torch.device | str = "cpu") -> int:
         True
     """
     device = torch.device(device)
-    if device.type != "cpu":
-        peak = getattr(getattr(torch, device.type, None), "max_memory_allocated", None)
-        return 0 if peak is None else int(peak(device))
+    memory = backend_of(device).memory
+    if memory is not None:
+        return memory.most(device)
     try:
         return int(FilePath("/proc/self/statm").read_text(encoding="ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except OSError:
