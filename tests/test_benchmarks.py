@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
-from benchmarks import long_sequence, swap_activations
+from benchmarks import cuda_figures, long_sequence, swap_activations
 
 
 def test_swap_activations(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -50,3 +53,39 @@ def test_a_sequence_of_64k_tokens(real_inputs: Path, tmp_path: Path) -> None:
     assert figures["bytes"]["plain: everything kept"] > 80e9
     assert figures["peak_rss"] < 6e9
     assert abs(figures["loss"] - math.log(151_936)) < 0.5
+
+
+def test_cuda_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plumbing: every part gives its rows, one that fails loses only itself, and what there is no time for is said."""
+
+    def broken(given: cuda_figures.Given) -> Iterator[cuda_figures.Row]:
+        yield {"name": "before", "tflops": 1.0}
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setitem(cuda_figures.PARTS, "machine", broken)
+    out = tmp_path / "figures.json"
+    assert cuda_figures.main(["--device", "cpu", "--tiny", "--together", "--json", str(out)]) == 1
+    rows = json.loads(out.read_text())
+    ops = [row for row in rows if row.get("part") == "ops"]
+    assert len(ops) == 9 and all(row["right"] for row in ops)
+    assert [row.get("failed") for row in rows if row.get("part") == "machine"] == [None, "RuntimeError: out of memory"]
+    steps = [row for row in rows if row.get("part") == "step"]
+    assert len(steps) == 2 and all(row["tokens_s"] > 0 and row["rehearsed_gb"] > 0 and math.isfinite(row["loss"]) for row in steps)
+    assert {"transformers", "torchtitan"} == {row["name"].split(",")[0] for row in rows if row.get("part") == "peer"}
+    assert "FAILED: RuntimeError" in capsys.readouterr().out
+    cuda_figures.main(["--device", "cpu", "--tiny", "--together", "--seconds", "5", "--json", str(out)])
+    assert all(row.get("left_out") == "no time left" for row in json.loads(out.read_text()) if "part" in row)
+
+
+def test_parts_of_cuda_figures_run_in_processes_with_a_limit() -> None:
+    given = argparse.Namespace(device="cpu", tiny=True, library="no_such_library", json=None)
+    assert cuda_figures.in_process("peer", given, 120) == [{"left_out": "no_such_library is not installed"}]
+    (late,) = cuda_figures.in_process("peer", given, 0.01)
+    assert "not done after" in late["failed"]
+
+
+def test_cuda_figures_need_a_device(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit):
+        cuda_figures.main(["--json", "never.json"])
+    assert "there is no CUDA device" in capsys.readouterr().err

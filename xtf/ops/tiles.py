@@ -3,7 +3,7 @@
 A tile's scale brings its largest magnitude to the largest number of the float8 dtype, as DeepSeek-V3 does (DeepSeek-AI 2024,
 section 3.3.2). Padding is zeros, so the last tile of a dim may be smaller and nothing changes.
 
-An infinity or a NaN makes its whole tile NaN: what is not finite stays so, and such a training step is skipped. A tile of zeros stays zeros.
+An infinity or a NaN makes its whole tile NaN: what is not finite stays so, and such a training step is skipped. Zeros stay zeros.
 
 Dims: M and K the last two of a tensor, m and k the rows and columns of a tile, R = ceil(M / m) and C = ceil(K / k) tiles.
 """
@@ -52,7 +52,7 @@ def quantise(
 
     Example:
         >>> tiled = quantise(torch.tensor([[448.0, -3.5, 0.0]]), ROWS)
-        >>> dequantise(tiled, ROWS, (1, 3)).tolist(), tiled.scale.tolist()
+        >>> dequantise(tiled, ROWS, torch.Size((1, 3))).tolist(), tiled.scale.tolist()
         ([[448.0, -3.5, 0.0]], [[1.0]])
     """
     (m, k), wide = tile, torch.promote_types(x.dtype, torch.float32)
@@ -71,7 +71,7 @@ def quantise(
     return Tiled(codes, scale.squeeze((-3, -1)))
 
 
-def dequantise(tiled: Tiled, tile: tuple[int, int], shape: tuple[int, int]) -> Float[Tensor, "*batch M K"]:
+def dequantise(tiled: Tiled, tile: tuple[int, int], shape: torch.Size) -> Float[Tensor, "*batch M K"]:
     """The numbers of a `Tiled`, in the dtype of its scales.
 
     Args:
@@ -86,7 +86,7 @@ def dequantise(tiled: Tiled, tile: tuple[int, int], shape: tuple[int, int]) -> F
 
 def rounded(x: Float[Tensor, "*batch M K"], tile: tuple[int, int], dtype: torch.dtype, power_of_two: bool) -> Float[Tensor, "*batch M K"]:
     """What `quantise` keeps of a tensor, in at least float32."""
-    return dequantise(quantise(x, tile, dtype, power_of_two=power_of_two), tile, (x.shape[-2], x.shape[-1]))
+    return dequantise(quantise(x, tile, dtype, power_of_two=power_of_two), tile, x.shape[-2:])
 
 
 def rounded_groups(
@@ -99,22 +99,22 @@ def rounded_groups(
         offsets: (groups,), the row at which each group ends; the last is ``rows``.
         dtype, power_of_two: see `quantise`.
     """
-    places = _places(x.shape[0], offsets)
+    places = _places(x, offsets)
     high = (-(-x.shape[0] // TILE) + offsets.shape[0]) * TILE  # each group may leave one tile partly empty
     apart = x.new_zeros(high, x.shape[1]).index_copy(0, places, x)
     return rounded(apart, COLUMNS, dtype, power_of_two).index_select(0, places)
 
 
-def _places(rows: int, offsets: Int32[Tensor, " groups"]) -> Int64[Tensor, " rows"]:
+def _places(x: Float[Tensor, "rows K"], offsets: Int32[Tensor, " groups"]) -> Int64[Tensor, " rows"]:
     """Where each row stands when every group begins at a multiple of `TILE`. Nothing is read on the host.
 
     Example:
-        >>> _places(3, torch.tensor([1, 1, 3], dtype=torch.int32)).tolist()
+        >>> _places(torch.zeros(3, 1), torch.tensor([1, 1, 3], dtype=torch.int32)).tolist()
         [0, 128, 129]
     """
     ends = offsets.long()
     begins = torch.cat([ends.new_zeros(1), ends[:-1]])
     space = (ends - begins + TILE - 1) // TILE * TILE
-    row = torch.arange(rows, device=offsets.device)
+    row = torch.arange(x.shape[0], device=offsets.device)
     group = torch.searchsorted(ends, row, right=True)
     return row + (space.cumsum(0) - space - begins)[group]
