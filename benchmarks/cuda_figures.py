@@ -3,11 +3,11 @@
     python benchmarks/cuda_figures.py --json figures.json
     python benchmarks/cuda_figures.py --device cpu --tiny --together      # tries the script itself, its figures mean nothing
 
-Each part runs in a process of its own with a time limit, so one that fails, hangs or runs out of memory loses itself only; what is left when
-time runs out is said to be left out. Parts:
+Each part runs in a process of its own with a time limit, so one that fails, hangs or runs out of memory loses itself only; what there
+is no time for is said to be left out. Parts:
 
-* ``ops``: attention (packed, grouped, windows, sinks), partial attention, grouped products, float8 products and the fused AdamW update, with
-  their gradients, against the plain reference in float32;
+* ``ops``: attention (packed, grouped, windows, sinks), partial attention, grouped products, float8 products and the fused AdamW update,
+  with their gradients, against the plain reference in float32;
 * ``machine``: FLOPs of matrix products and bytes of memory, per second;
 * ``step``: layers of Qwen3-30B-A3B's shape, as many as fit, in bfloat16 at 4k and 64k packed tokens: tokens/s, TFLOPS, model FLOPs
   utilisation, peak memory and that ÷ the rehearsed one, with each transform on and off, eager and compiled;
@@ -151,14 +151,17 @@ def checks(device: torch.device, tiny: bool) -> dict[str, Callable[[], Row]]:
         return compared(run(ops.attention), run(reference.attention), q, k, v, *([sinks] if with_sinks else []))
 
     def part() -> Row:
-        seen = reference.attention(*(t[: lengths[0]].float() for t in (q, k, v)), bounds[:2], scale=size**-0.5)
-        out, logsumexp = partial.blank(q[: lengths[0]], v)
-        half = lengths[0] // 2
-        for first, last in ((0, half), (half, lengths[0])):
-            blocks = [Block(slice(first, last), slice(0, last - first), 0)] + (
-                [] if last == lengths[0] else [Block(slice(half, lengths[0]), slice(0, half), None)]
-            )
-            partial.attend(out, logsumexp, q[: lengths[0]], k[first:last], v[first:last], blocks, scale=size**-0.5)
+        """The first document, its second half once by itself and once against the first."""
+        whole, half = lengths[0], lengths[0] // 2
+        first, second = slice(0, half), slice(half, whole)
+        queries, keys, values = q[:whole], k[:whole], v[:whole]
+        seen = reference.attention(queries.float(), keys.float(), values.float(), bounds[:2], scale=size**-0.5)
+        out, logsumexp = partial.blank(queries, values)
+        for own, blocks in (
+            (first, [Block(first, first, 0), Block(second, first, None)]),
+            (second, [Block(second, slice(0, whole - half), 0)]),
+        ):
+            partial.attend(out, logsumexp, queries, keys[own], values[own], blocks, scale=size**-0.5)
         return {"error": (error := relative(out, seen)), "right": error < WITHIN[dtype]}
 
     ends = torch.tensor([0, tokens // 3, tokens // 3, tokens], device=device, dtype=torch.int32)

@@ -45,7 +45,7 @@ def check(transform: Callable[[Mesh], Transform], model: Model, recipe: Recipe, 
     return testing.compare("float8", seen, in_float8(model, recipe), batch, optimizer, seed=0, tolerance=tolerance)
 
 
-EXACT = {"weight_gradient": False}
+EXACT: dict[str, Any] = {"weight_gradient": False}
 
 STACKS: dict[str, tuple[dict[str, int], Callable[[Mesh], Transform]]] = {
     "alone": ({"data": 1}, lambda mesh: float8(**EXACT)),
@@ -63,7 +63,7 @@ STACKS: dict[str, tuple[dict[str, int], Callable[[Mesh], Transform]]] = {
     ),
     "float8 first": (
         {"data": 1, "expert": 2},
-        lambda mesh: compose(float8(**EXACT), shard(mesh["expert"]), expert_parallel(mesh["expert"]), chunk_loss(), remat("nothing")),
+        lambda mesh: compose(float8(**EXACT), shard(mesh["expert"]), expert_parallel(mesh["expert"]), chunk_loss()),
     ),
 }
 
@@ -89,7 +89,10 @@ def test_recipes(options: dict[str, Any]) -> None:
     check(lambda mesh: float8(**options), testing.small_model("qwen3_moe"), Recipe(**options), 1e-12, data=1)
 
 
-@pytest.mark.parametrize("transform", [chunk_loss(tokens=7), remat("nothing"), remat(["attention"]), swap_activations()], ids=str)
+TOGETHER = {"chunk_loss": chunk_loss(tokens=7), "remat": remat("nothing"), "swap_activations": swap_activations()}
+
+
+@pytest.mark.parametrize("transform", TOGETHER.values(), ids=TOGETHER)
 def test_where_tokens_stay_together_gradients_of_weights_are_equal_too(transform: Transform) -> None:
     for both in (compose(transform, float8()), compose(float8(), transform)):
         check(lambda mesh, both=both: both, testing.small_model("qwen3_moe"), Recipe(), 1e-12, data=1)
@@ -98,10 +101,7 @@ def test_where_tokens_stay_together_gradients_of_weights_are_equal_too(transform
 SPLITS: dict[str, tuple[dict[str, int], Callable[..., Transform]]] = {
     "data": ({"data": 2}, lambda mesh, **how: compose(shard(mesh["data"]), float8(**how))),
     "accumulate": ({"data": 1}, lambda mesh, **how: compose(accumulate(2), float8(**how))),
-    "expert": (
-        {"expert": 2},
-        lambda mesh, **how: compose(shard(mesh["expert"]), expert_parallel(mesh["expert"], overlap=2), float8(**how)),
-    ),
+    "expert": ({"expert": 2}, lambda mesh, **how: compose(expert_parallel(mesh["expert"], overlap=2), float8(**how))),
 }
 
 
@@ -186,9 +186,10 @@ def test_twice_is_refused() -> None:
 # Training -------------------------------------------------------------------------------------------------------------------------
 
 
-def losses(*transforms: Transform, steps: int = 30) -> Tensor:
+def losses(*transforms: Transform, steps: int = 20) -> Tensor:
     """The cross-entropies of a small mixture on the bytes of the demo's text."""
     config = laws.TINY_MOE | {
+        "num_hidden_layers": 1,
         "hidden_size": 144,
         "moe_intermediate_size": 132,
         "head_dim": 32,
@@ -207,7 +208,7 @@ def losses(*transforms: Transform, steps: int = 30) -> Tensor:
 
 def test_trains_as_without() -> None:
     plain, rounding = losses(), losses(float8())
-    assert plain[-5:].mean() < 0.65 * plain[0]
+    assert plain[-5:].mean() < 0.75 * plain[0]
     assert math.isclose(float(rounding[-5:].mean()), float(plain[-5:].mean()), rel_tol=0.02)
     assert not torch.equal(rounding, plain)
 
@@ -220,6 +221,4 @@ def test_with_mixed_precision() -> None:
     params = plain.init(0).params
     (a, first), (b, second) = (step.value_and_grad(params, batch) for step in (plain, rounding))
     assert math.isclose(float(a), float(b), rel_tol=0.02) and float(a) != float(b)
-    assert {leaf.dtype for leaf in tree.leaves(second) if leaf is not None} == {
-        leaf.dtype for leaf in tree.leaves(first) if leaf is not None
-    }
+    assert {leaf.dtype for leaf in tree.leaves(second)} == {leaf.dtype for leaf in tree.leaves(first)} == {torch.float32}
