@@ -16,12 +16,12 @@ from einops import rearrange
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from xtf.attention import Project, attention_stage
+from xtf.attention import Output, Project, attention_stage
 from xtf.checkpoint_map import Named, Source
 from xtf.joint import keep
 from xtf.models import hf
 from xtf.models.rope import Rope, rotate, rotate_first
-from xtf.ops import Ops
+from xtf.ops import Linear, Ops
 from xtf.spec import Init, ParamSpec
 from xtf.stage import Lower, Pair, Params, Stage, StageFn, Values
 
@@ -208,9 +208,9 @@ def rms_norm(x: Float[Tensor, "*batch size"], weight: Float[Tensor, " size"], ep
     return weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
 
 
-def linear(params: Params, name: str, x: Float[Tensor, "*batch into"]) -> Float[Tensor, "*batch out"]:
-    """``x`` times the parameter ``name``, plus ``name_bias`` where there is one."""
-    return F.linear(x, params[name], params.get(f"{name}_bias"))
+def linear(mm: Linear, params: Params, name: str, x: Float[Tensor, "*batch into"]) -> Float[Tensor, "*batch out"]:
+    """``x`` times the parameter ``name``, plus ``name_bias`` where there is one; ``mm`` is the product (`xtf.ops.Ops`)."""
+    return mm(x, params[name], params.get(f"{name}_bias"))
 
 
 def silu_mul(gate: Float[Tensor, "*batch F"], up: Float[Tensor, "*batch F"]) -> Float[Tensor, "*batch F"]:
@@ -268,14 +268,15 @@ def attention(
     def stages(ops: Ops, key: Hashable) -> tuple[Stage, ...]:
         name = f"layers.{layer}.attention"
         turn = rotate if config.rotary_dim == size else rotate_first
-        project, after = project_fn(size, config.rms_norm_eps, head_norms, turn), tuple(leaf for leaf in ("o", "o_bias") if leaf in specs)
+        project, output = project_fn(ops.linear, size, config.rms_norm_eps, head_norms, turn), heads_output(ops.linear)
         own, of = _own(name, specs), (key, "attention", window)
-        return (attention_stage(name, of, own, ops.attention, project, heads_output, after=after, scale=size**-0.5, window=window),)
+        after = tuple(leaf for leaf in ("o", "o_bias") if leaf in specs)
+        return (attention_stage(name, of, own, ops.attention, project, output, after=after, scale=size**-0.5, window=window),)
 
     return Part("attention", specs, sources, stages)
 
 
-def project_fn(size: int, eps: float, head_norms: bool, turn: Callable[[Tensor, Tensor, Tensor], Tensor] = rotate) -> Project:
+def project_fn(mm: Linear, size: int, eps: float, head_norms: bool, turn: Callable[[Tensor, Tensor, Tensor], Tensor] = rotate) -> Project:
     """What comes before tokens see each other: a norm, and queries, keys and values of each head; ``turn`` rotates heads."""
 
     def normed(params: Params, name: str, heads: Float[Tensor, "T heads D"]) -> Float[Tensor, "T heads D"]:
@@ -290,15 +291,19 @@ def project_fn(size: int, eps: float, head_norms: bool, turn: Callable[[Tensor, 
         params: Params, x: Float[Tensor, "T H"], cos: Float[Tensor, "T half"], sin: Float[Tensor, "T half"]
     ) -> tuple[Float[Tensor, "T heads D"], Float[Tensor, "T kv_heads D"], Float[Tensor, "T kv_heads D"]]:
         h = rms_norm(x, params["norm"], eps)
-        q, k, v = (rearrange(linear(params, name, h), "T (heads D) -> T heads D", D=size) for name in ("q", "k", "v"))
+        q, k, v = (rearrange(linear(mm, params, name, h), "T (heads D) -> T heads D", D=size) for name in ("q", "k", "v"))
         return turn(head_norm(params, "q_norm", q), cos, sin), turn(head_norm(params, "k_norm", k), cos, sin), v
 
     return project
 
 
-def heads_output(params: Params, x: Float[Tensor, "T H"], mixed: Float[Tensor, "T heads D"]) -> Float[Tensor, "T H"]:
+def heads_output(mm: Linear) -> Output:
     """What comes after tokens have seen each other: the last projection, and the residual."""
-    return x + linear(params, "o", rearrange(mixed, "T heads D -> T (heads D)"))
+
+    def output(params: Params, x: Float[Tensor, "T H"], mixed: Float[Tensor, "T heads D"]) -> Float[Tensor, "T H"]:
+        return x + linear(mm, params, "o", rearrange(mixed, "T heads D -> T (heads D)"))
+
+    return output
 
 
 def mlp(config: DecoderConfig, layer: int, leaves: Leaves, *, bias: bool = False) -> Part:
@@ -318,19 +323,19 @@ def mlp(config: DecoderConfig, layer: int, leaves: Leaves, *, bias: bool = False
     sources |= _projections(specs, f"{prefix}.mlp", ("gate", "up", "down"))
 
     def stages(ops: Ops, key: Hashable) -> tuple[Stage, ...]:
-        name = f"layers.{layer}.mlp"
-        return (Stage(name, "mlp", mlp_fn(config.rms_norm_eps), (key, "mlp"), _own(name, specs), ("x",), ("x",), named=("gate_up",)),)
+        name, eps = f"layers.{layer}.mlp", config.rms_norm_eps
+        return (Stage(name, "mlp", mlp_fn(ops.linear, eps), (key, "mlp"), _own(name, specs), ("x",), ("x",), named=("gate_up",)),)
 
     return Part("mlp", specs, sources, stages)
 
 
-def mlp_fn(eps: float) -> StageFn:
+def mlp_fn(mm: Linear, eps: float) -> StageFn:
     """The function of an MLP stage: ``(params, x (T, H)) -> (x,)``."""
 
     def fn(params: Params, x: Float[Tensor, "T H"]) -> tuple[Float[Tensor, "T H"]]:
         h = rms_norm(x, params["norm"], eps)
-        gate, up = (keep("gate_up", linear(params, name, h)) for name in ("gate", "up"))
-        return (x + linear(params, "down", silu_mul(gate, up)),)
+        gate, up = (keep("gate_up", linear(mm, params, name, h)) for name in ("gate", "up"))
+        return (x + linear(mm, params, "down", silu_mul(gate, up)),)
 
     return fn
 

@@ -22,7 +22,7 @@ from xtf.checkpoint_map import Named, Source
 from xtf.models.common import DecoderConfig, Leaves, Part, check_count, heads_output, linear, rms_norm
 from xtf.models.hf import check_flag
 from xtf.models.rope import rotate, rotate_pairs, score_scaling
-from xtf.ops import Ops
+from xtf.ops import Linear, Ops
 from xtf.stage import Params, Stage
 
 _LATENT_EPS = 1e-6  # of the norms of latents, whatever the config says of the others
@@ -109,23 +109,24 @@ def latent_attention(config: LatentConfig, layer: int, leaves: Leaves) -> Part:
         name = f"layers.{layer}.attention"
         own, after = {leaf: f"{name}.{leaf}" for leaf in specs}, tuple(leaf for leaf in ("o", "o_bias") if leaf in specs)
         scale = size**-0.5 * score_scaling(config.rope)
-        project = latent_project_fn(config)
-        return (attention_stage(name, (key, "attention"), own, ops.attention, project, heads_output, after=after, scale=scale),)
+        project = latent_project_fn(ops.linear, config)
+        output = heads_output(ops.linear)
+        return (attention_stage(name, (key, "attention"), own, ops.attention, project, output, after=after, scale=scale),)
 
     return Part("attention", specs, {leaf: sources[leaf] for leaf in specs}, stages)
 
 
-def latent_project_fn(config: LatentConfig) -> Project:
+def latent_project_fn(mm: Linear, config: LatentConfig) -> Project:
     """What comes before tokens see each other: queries, and keys and values of each head, expanded from the latent."""
     eps, heads = config.rms_norm_eps, config.num_attention_heads
     fixed, turned, latent_size = config.qk_nope_head_dim, config.qk_rope_head_dim, config.kv_lora_rank
     turn = rotate_pairs if config.rope_interleave else rotate
 
     def direct(params: Params, h: Float[Tensor, "T H"]) -> Float[Tensor, "T out"]:
-        return linear(params, "q", h)
+        return linear(mm, params, "q", h)
 
     def through_latent(params: Params, h: Float[Tensor, "T H"]) -> Float[Tensor, "T out"]:
-        return linear(params, "q_b", rms_norm(linear(params, "q_a", h), params["q_norm"], _LATENT_EPS))
+        return linear(mm, params, "q_b", rms_norm(linear(mm, params, "q_a", h), params["q_norm"], _LATENT_EPS))
 
     query: Callable[[Params, Tensor], Tensor] = direct if config.q_lora_rank is None else through_latent
 
@@ -134,8 +135,8 @@ def latent_project_fn(config: LatentConfig) -> Project:
     ) -> tuple[Float[Tensor, "T heads D"], Float[Tensor, "T heads D"], Float[Tensor, "T heads V"]]:
         h = rms_norm(x, params["norm"], eps)
         q_fixed, q_turned = rearrange(query(params, h), "T (heads D) -> T heads D", heads=heads).split([fixed, turned], -1)
-        latent, k_turned = linear(params, "kv_a", h).split([latent_size, turned], -1)
-        expanded = linear(params, "kv_b", rms_norm(latent, params["kv_norm"], _LATENT_EPS))
+        latent, k_turned = linear(mm, params, "kv_a", h).split([latent_size, turned], -1)
+        expanded = linear(mm, params, "kv_b", rms_norm(latent, params["kv_norm"], _LATENT_EPS))
         k_fixed, v = rearrange(expanded, "T (heads D) -> T heads D", heads=heads).split([fixed, config.v_head_dim], -1)
         k_turned = turn(k_turned.unsqueeze(1), cos, sin).expand(-1, heads, -1)
         q, k = torch.cat([q_fixed, turn(q_turned, cos, sin)], -1), torch.cat([k_fixed, k_turned], -1)

@@ -20,9 +20,9 @@ from xtf.joint import keep
 from xtf.models import hf
 from xtf.models.common import DecoderConfig, Leaves, Part, linear, silu_mul
 from xtf.models.routers import Router, document_statistics, router_fn, sequence_fn, sequence_statistic, statistics
-from xtf.ops import GroupedMM, Ops
+from xtf.ops import GroupedMM, Linear, Ops
 from xtf.spec import ParamSpec
-from xtf.stage import Params, Stage
+from xtf.stage import Params, Stage, StageFn
 
 
 def expert_mlp(grouped_mm: GroupedMM) -> ExpertFn:
@@ -65,10 +65,14 @@ class Experts(NamedTuple):
     compute: Callable[[GroupedMM], ExpertFn]
 
 
-def shared_fn(params: Params, x: Float[Tensor, "T H"], h: Float[Tensor, "T H"]) -> tuple[Float[Tensor, "T H"]]:
+def shared_fn(mm: Linear) -> StageFn:
     """The function of a shared stage, an MLP of every token: ``(params, x (T, H), h (T, H)) -> (x (T, H),)``. ``h`` is the router's."""
-    gate, up = (keep("shared_gate_up", linear(params, name, h)) for name in ("gate", "up"))
-    return (x + linear(params, "down", silu_mul(gate, up)),)
+
+    def fn(params: Params, x: Float[Tensor, "T H"], h: Float[Tensor, "T H"]) -> tuple[Float[Tensor, "T H"]]:
+        gate, up = (keep("shared_gate_up", linear(mm, params, name, h)) for name in ("gate", "up"))
+        return (x + linear(mm, params, "down", silu_mul(gate, up)),)
+
+    return fn
 
 
 _NAMES = MixtureNames()
@@ -146,7 +150,16 @@ def mixture(
         if shared:
             own = {leaf: f"{path}.shared_{leaf}" for leaf in ("gate", "up", "down")}
             found += [
-                Stage(f"{name}.shared", "shared", shared_fn, (key, "shared", shared), own, ("x", "h"), ("x",), named=("shared_gate_up",))
+                Stage(
+                    f"{name}.shared",
+                    "shared",
+                    shared_fn(ops.linear),
+                    (key, "shared", shared),
+                    own,
+                    ("x", "h"),
+                    ("x",),
+                    named=("shared_gate_up",),
+                )
             ]
         leaves_of = {leaf: f"{path}.{leaf}" for leaf in block.specs}
         compute = block.compute(ops.grouped_mm)

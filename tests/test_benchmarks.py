@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
-from benchmarks import checkpoint, linear_cost, long_sequence, swap_activations
+from benchmarks import checkpoint, cuda_figures, linear_cost, long_sequence, swap_activations
 
 
 def test_swap_activations(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -67,10 +70,4 @@ def test_a_sequence_of_64k_tokens(real_inputs: Path, tmp_path: Path) -> None:
     assert abs(figures["loss"] - math.log(151_936)) < 0.5
 
 
-def test_linear_cost(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out = tmp_path / "figures.json"
-    sizes = ["--layers", "1", "--tokens", "32", "64", "--experts", "8", "16", "--expert-tokens", "32", "--document", "16"]
-    linear_cost.main([*sizes, "--backend", "eager", "--rounds", "2", "--json", str(out)])
-    figures = json.loads(out.read_text())
-    assert figures["tokens"]["32"] == figures["experts"]["8"] == 1
-    assert figures["tokens"]["64"] > 0 and "÷ the first" in capsys.readouterr().out
+from benchmarks import checkpoint, cuda_figures, linear_cost, long_sequence, swap_activations

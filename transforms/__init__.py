@@ -5,6 +5,7 @@ from xtf.transforms.balance_batch import balance_batch
 from xtf.transforms.chunk_loss import chunk_loss
 from xtf.transforms.context_parallel import context_parallel
 from xtf.transforms.expert_parallel import expert_parallel
+from xtf.transforms.float8 import float8
 from xtf.transforms.precision import precision
 from xtf.transforms.remat import remat
 from xtf.transforms.shard import shard
@@ -17,6 +18,7 @@ __all__ = [
     "chunk_loss",
     "context_parallel",
     "expert_parallel",
+    "float8",
     "precision",
     "remat",
     "shard",

@@ -138,12 +138,15 @@ def test_transforms_by_name() -> None:
     assert "data" in joined[0] and "expert" in joined[0]
     assert xtf.simulate(lambda mesh: stack(mesh, "context_parallel"), context=2)[0] == ("context_parallel(context=2)",)
     assert xtf.simulate(lambda mesh: stack(mesh, "context_parallel=ring"), ring=2)[0] == ("context_parallel(ring=2)",)
+    assert stack(xtf.mesh(), "float8") == ("float8()",)
+    assert stack(xtf.mesh(), "float8=e5m2+power_of_two+activations") == ("float8(gradients=e5m2, power_of_two, weight_gradient=False)",)
     assert stack(xtf.mesh(), "") == ()
     for text, message in (
         ("shart", "did you mean shard"),
         ("zzz", "there is shard, chunk_loss"),
         ("chunk_loss=0", "expected a number"),
         ("precision=int8", "expected one of bfloat16"),
+        ("float8=e3m4", "float8=e3m4: expected nothing, or some of e5m2, power_of_two and activations"),
         ("shard=rows", "the mesh has no axis rows"),
         ("context_parallel", "context_parallel=context: the mesh has no axis context; it has data: give one, as --mesh data=-1,context=2"),
     ):

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
+import torch.nn.functional as F
 from jaxtyping import Float, Int32
 from torch import Tensor
 
@@ -61,10 +62,32 @@ class GroupedMM(Protocol):
     ) -> Float[Tensor, "rows N"]: ...
 
 
+@runtime_checkable
+class Linear(Protocol):
+    """A matrix product of every row, plus a bias.
+
+    Args:
+        x: (..., K).
+        w: (N, K).
+        bias: (N,), or ``None``.
+
+    Returns:
+        (..., N).
+    """
+
+    def __call__(
+        self, x: Float[Tensor, "*batch K"], w: Float[Tensor, "N K"], bias: Float[Tensor, " N"] | None = None, /
+    ) -> Float[Tensor, "*batch N"]: ...
+
+
 @dataclass(frozen=True)
 class Ops:
-    """The ops a model is built with. ``name`` goes into the key of every stage that uses them."""
+    """The ops a model is built with. ``name`` goes into the key of every stage that uses them.
+
+    ``linear`` makes the products of attention's projections and of MLPs; embedding, routers, norms and the head are no ops.
+    """
 
     name: str
     attention: Attention
     grouped_mm: GroupedMM
+    linear: Linear = F.linear

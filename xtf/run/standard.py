@@ -27,6 +27,7 @@ from xtf.transforms import (
     chunk_loss,
     context_parallel,
     expert_parallel,
+    float8,
     precision,
     remat,
     shard,
@@ -367,6 +368,14 @@ def _context_parallel(mesh: Mesh, value: str) -> Transform:
     return context_parallel(mesh[name])
 
 
+def _float8(mesh: Mesh, value: str) -> Transform:
+    said = value.split("+") if value else []
+    if set(said) - {"e5m2", "power_of_two", "activations"} or len(set(said)) < len(said):
+        raise ValueError(f"float8={value}: expected nothing, or some of e5m2, power_of_two and activations joined by +")
+    gradients = torch.float8_e5m2 if "e5m2" in said else torch.float8_e4m3fn
+    return float8(gradients=gradients, power_of_two="power_of_two" in said, weight_gradient="activations" not in said)
+
+
 def _count(name: str, value: str) -> int:
     if not value.isdigit() or int(value) < 1:
         raise ValueError(f"{name}={value}: expected a number of at least 1, as {name}=2")
@@ -382,6 +391,10 @@ TRANSFORMS: dict[str, _Named] = {
     "remat": _Named(_remat, "everything, nothing, a budget from 0 to 1, or names of values joined by +: attention+qkv"),
     "expert_parallel": _Named(_expert_parallel, "an axis, by default expert, and after a slash the parts that overlap: expert/2"),
     "context_parallel": _Named(_context_parallel, "an axis, by default context"),
+    "float8": _Named(
+        _float8,
+        "nothing, or joined by +: e5m2 (gradients), power_of_two (scales), activations (gradients of weights stay as they are)",
+    ),
     "precision": _Named(_precision, "bfloat16, float16 or float32"),
 }
 
