@@ -1,7 +1,8 @@
 """JAX as a contender: llama, qwen3 and qwen3_moe as functions over a dict of arrays, `jax.jit`, and optax's AdamW.
 
-Written as JAX users write a fast model: layers unrolled under one jit, `jax.nn.dot_product_attention`, and rows moved to experts and back by
-gathers in both directions. The gradients are one compiled function and the update, which donates, another, so that its part is seen.
+Written as JAX users write a fast model: layers unrolled under one jit, `jax.nn.dot_product_attention`, and rows moved to experts and
+back by gathers in both directions. XLA's threads are the workload's: its pool has as many as ``NPROC`` says. The gradients are one
+compiled function and the update, which donates, another, so that its part is seen.
 
 Products of experts have two forms. ``ragged_dot`` is `jax.lax.ragged_dot`; XLA's form of it on a CPU multiplies every row by every
 expert. ``blocks`` pads each expert's rows to whole blocks and takes one batched product over these (Gale et al. 2022, "MegaBlocks", is the
@@ -110,7 +111,7 @@ class JaxPeer:
 
 def _update(optimizer: Any, params: Params, moments: Any, grads: Params) -> tuple[Params, Any]:
     updates, moments = optimizer.update(grads, moments, params)
-    return jax.tree.map(lambda p, u: p + u, params, updates), moments
+    return {name: value + updates[name] for name, value in params.items()}, moments
 
 
 def read_params(folder: str, config: dict[str, Any]) -> Params:
@@ -216,7 +217,7 @@ def _experts(shape: Shape, layer: Params, h: Array) -> Array:
 
 
 def _mover() -> Callable[[Array, Array, Array], Array]:
-    """``move(x, to, back)``: the rows ``x[to]``, 0 where ``to`` is beyond; the gradient takes rows ``back`` the same way, adding nothing."""
+    """``move(x, to, back)``: the rows ``x[to]``, 0 where ``to`` is beyond; the gradient takes rows ``back`` the same way."""
 
     @jax.custom_vjp
     def move(x: Array, to: Array, back: Array) -> Array:
