@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+from importlib.util import find_spec
 from io import StringIO
 from pathlib import Path
 
@@ -11,10 +13,11 @@ import torch
 from rich.console import Console
 
 import xtf
+from xtf.bench import jax_peer, titan
 from xtf.bench.contenders import Entry, check_entries
 from xtf.bench.machine import Machine
 from xtf.bench.report import as_json, draw, reference, table
-from xtf.bench.rounds import Result, Results, run_rounds
+from xtf.bench.rounds import Result, Results, _Worker, run_rounds
 from xtf.bench.workload import SHAPES, Workload, document_lengths, shape_config
 from xtf.cli import main
 from xtf.cli.bench import BenchOptions, entries_of
@@ -41,6 +44,53 @@ def test_beside_transformers(tmp_path: Path, capsys: pytest.CaptureFixture[str],
     assert len(own["seconds"]) == len(other["seconds"]) == 2 and found["reference"] == "transformers eager"
     assert other["times_as_fast"] == 1 and own["peak_bytes"] > own["bytes_before_first_step"] / 2
     assert out.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("bench") / "weights"
+    model = tiny().model()
+    xtf.save_params(model, model.init(0), folder)
+    return folder
+
+
+def losses_of(entry: Entry, weights: Path, lengths: str) -> list[float]:
+    workload = dataclasses.replace(tiny(documents=lengths), weights=str(weights))
+    with _Worker(entry, workload) as worker:
+        worker.ask("open", workload=workload.json(), entry=list(entry))
+        return [worker.ask(do)["loss"] for do in ("first", "step", "step")]
+
+
+@pytest.mark.parametrize("documents", ["one", "mixed"])
+@pytest.mark.parametrize(("library", "backend"), [("torchtitan", "eager"), ("jax", "blocks"), ("jax", "ragged_dot")])
+def test_peers_train_alike(library: str, backend: str, documents: str, weights: Path) -> None:
+    """Losses before and after updates are those of xtf: so are gradients and AdamW."""
+    if find_spec(library) is None:
+        pytest.skip(f"{library} is not installed: it is no dependency, and takes part in xtf bench where a user has it")
+    own = losses_of(Entry("xtf", "xtf", "eager"), weights, documents)
+    assert losses_of(Entry(library, library, backend), weights, documents) == pytest.approx(own, rel=1e-6)
+    assert own[0] - own[2] > 1e-4 * own[0]  # the updates are seen
+
+
+@pytest.mark.parametrize(
+    ("model", "flags", "dtype", "said"),
+    [
+        ("mixtral-8x7b", {"layers": 1}, "float32", "jax times llama, qwen3, qwen3_moe; got a mixtral"),
+        ("small-moe", {}, "bfloat16", "jax is timed in float32; got --dtype bfloat16"),
+    ],
+)
+def test_what_jax_refuses(model: str, flags: dict[str, int | None], dtype: str, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        jax_peer.check(Workload(shape_config(model, flags), (24,), dtype))
+
+
+def test_what_torchtitan_refuses() -> None:
+    with pytest.raises(ValueError, match="torchtitan is timed on qwen3, qwen3_moe; got a llama"):
+        titan.check(Workload(shape_config("smollm2-135m", {}), (24,)))
+    windowed = shape_config("small-moe", {}) | {"use_sliding_window": True, "sliding_window": 8}
+    for peer in (titan, jax_peer):
+        with pytest.raises(ValueError, match="this config has sliding_window=8"):
+            peer.check(Workload(windowed, (24,)))
 
 
 def test_losses_that_differ_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

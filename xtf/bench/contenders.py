@@ -51,8 +51,8 @@ class _Library(NamedTuple):
 LIBRARIES: dict[str, _Library] = {
     "xtf": _Library("xtf.bench.own", "torch", ("eager", "aot_eager", "inductor")),
     "transformers": _Library("xtf.bench.hugging_face", "transformers", ("eager", "inductor")),
-    "torchtitan": _Library("xtf.bench.titan", "torchtitan", ("eager", "inductor")),
-    "jax": _Library("xtf.bench.jax_peer", "jax", ("xla",)),
+    "torchtitan": _Library("xtf.bench.titan", "torchtitan", ("eager",)),
+    "jax": _Library("xtf.bench.jax_peer", "jax", ("blocks", "ragged_dot")),
 }
 """What can be timed: ``open(workload, entry) -> Contender`` of each module makes it."""
 
