@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
-from benchmarks import checkpoint, cuda_figures, linear_cost, long_sequence, swap_activations
+from benchmarks import checkpoint, long_sequence, swap_activations
 
 
 def test_swap_activations(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -68,6 +65,3 @@ def test_a_sequence_of_64k_tokens(real_inputs: Path, tmp_path: Path) -> None:
     assert figures["bytes"]["plain: everything kept"] > 80e9
     assert figures["peak_rss"] < 6e9
     assert abs(figures["loss"] - math.log(151_936)) < 0.5
-
-
-from benchmarks import checkpoint, cuda_figures, linear_cost, long_sequence, swap_activations

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from xtf.backends import backend_of
 from xtf.ops.float8 import E4M3, E5M2, Recipe, float8_ops
-from xtf.ops.lowering import best
 from xtf.stage import Program, Stage
 from xtf.step import TrainStep
 
@@ -63,7 +63,7 @@ def float8(
     recipe, kinds = Recipe(gradients, power_of_two, weight_gradient), frozenset(given)
 
     def rewrite(step: TrainStep, program: Program) -> Program:
-        ops = float8_ops(step.ops or best(step.device), recipe)
+        ops = float8_ops(step.ops or backend_of(step.device).ops(), recipe)
         rounding = {stage.name: stage for stage in step.model.build(ops) if stage.kind in kinds}
         return tuple(rounding.get(node.name, node) if isinstance(node, Stage) else node for node in program)
 
