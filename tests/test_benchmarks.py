@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import long_sequence, swap_activations
+from benchmarks import compile_time, long_sequence, swap_activations
 
 
 def test_swap_activations(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -37,6 +37,17 @@ def test_long_sequence(real_inputs: Path, tmp_path: Path) -> None:
     plain, again, chunked = figures["bytes"].values()
     assert plain > again > chunked
     assert abs(figures["loss"] - math.log(151_936)) < 0.5
+
+
+def test_compile_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "figures.json"
+    sizes = ["--layers", "1", "2", "--hidden", "16", "--experts", "4", "--seq", "8", "--steps", "2"]
+    compile_time.main(["--backend", "aot_eager", *sizes, "--json", str(out)])
+    figures = json.loads(out.read_text())["xtf"]
+    assert figures["seconds"].keys() == {"1", "2"}
+    assert all(seconds > 0 for depth in figures["seconds"].values() for seconds in depth.values())
+    assert math.isclose(figures["deeper"], figures["seconds"]["2"]["cold"] / figures["seconds"]["1"]["cold"])
+    assert "2 layers ÷ 1 layers, cold" in capsys.readouterr().out
 
 
 @pytest.mark.full

@@ -242,7 +242,7 @@ if torch.__version__.startswith(("2.11", "2.12")):
     with FakeTensorMode():
         pass
 
-_patch: Any = functorch_config.patch  # pyright: ignore[reportUnknownMemberType]
+_patch: Any = functorch_config.patch  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
 _LOG = logging.getLogger(__name__)
 _entry_list: Any = getattr(torch._dynamo.eval_frame, "_debug_get_cache_entry_list")  # noqa: B009  # pyright: ignore[reportPrivateUsage]
 # What torch keeps on disk of a graph with an autograd.Function is off by default; ours compute of nothing but their arguments.
