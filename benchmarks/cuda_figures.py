@@ -90,7 +90,7 @@ def machine_part(given: Given) -> Iterator[Row]:
     rates = measure_machine(given.device, str(dtype).removeprefix("torch."))
     yield {"name": "device", "device": rates.name, "peak_tflops": rates.flops / 1e12, "bandwidth_gb": rates.bandwidth / 1e9}
     a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
-    products = {"matrix product": lambda: a @ b.T, "float8 product": lambda: float8_ops(backend_of(device).ops(), Recipe()).linear(a, b)}
+    products = {"matrix product": lambda: a @ b.T, "float8 product": lambda: float8_ops(backend_of(device).ops, Recipe()).linear(a, b)}
     for name, run in products.items():
         yield guarded(name, lambda run=run: {"tflops": 2 * size**3 / repeated(run, given) / 1e12})
 
@@ -133,7 +133,7 @@ PARTS: dict[str, Callable[[Given], Iterator[Row]]] = {"ops": ops_part, "machine"
 
 def checks(device: torch.device, tiny: bool) -> dict[str, Callable[[], Row]]:
     """What is compared, by name."""
-    ops, dtype = backend_of(device).ops(), torch.float32 if device.type == "cpu" else torch.bfloat16
+    ops, dtype = backend_of(device).ops, torch.float32 if device.type == "cpu" else torch.bfloat16
     generator = torch.Generator().manual_seed(0)
     heads, kv_heads, size, lengths = 4, 2, 64, (37, 1, 90) if tiny else (700, 1, 347, 1000)
     bounds = torch.tensor([0, *lengths]).cumsum(0).to(device, torch.int32)

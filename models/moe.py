@@ -22,7 +22,7 @@ from xtf.models.common import DecoderConfig, Leaves, Part, linear, silu_mul
 from xtf.models.routers import Router, document_statistics, router_fn, sequence_fn, sequence_statistic, statistics
 from xtf.ops import GroupedMM, Linear, Ops
 from xtf.spec import ParamSpec
-from xtf.stage import Params, Stage, StageFn
+from xtf.stage import Params, Rows, Stage, StageFn
 
 
 def expert_mlp(grouped_mm: GroupedMM) -> ExpertFn:
@@ -142,7 +142,7 @@ def mixture(
             )
         ]
         if documents:
-            of = (key, "statistics", router.top_k)
+            of = Rows((key, "statistics", router.top_k))  # of documents
             writes = (sequence_statistic(layer),)
             found += [
                 Stage(f"{name}.statistics", "statistics", sequence_fn(router.top_k), of, {}, by_document, writes, ("document_tokens",))

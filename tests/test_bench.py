@@ -16,8 +16,9 @@ import xtf
 from xtf.bench import jax_peer, titan
 from xtf.bench.contenders import Entry, check_entries
 from xtf.bench.machine import Machine
+from xtf.bench.process import Worker
 from xtf.bench.report import as_json, draw, reference, table
-from xtf.bench.rounds import Result, Results, _Worker, run_rounds
+from xtf.bench.rounds import Result, Results, run_rounds
 from xtf.bench.workload import SHAPES, Workload, document_lengths, shape_config
 from xtf.cli import main
 from xtf.cli.bench import BenchOptions, entries_of
@@ -56,7 +57,7 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def losses_of(entry: Entry, weights: Path, lengths: str) -> list[float]:
     workload = dataclasses.replace(tiny(documents=lengths), weights=str(weights))
-    with _Worker(entry, workload) as worker:
+    with Worker(entry, workload) as worker:
         worker.ask("open", workload=workload.json(), entry=list(entry))
         return [worker.ask(do)["loss"] for do in ("first", "step", "step")]
 

@@ -182,8 +182,8 @@ def test_bad_arguments() -> None:
     step = xtf.train_step(model(1), xtf.optim.adamw(lr=1e-2))
     with pytest.raises(ValueError, match=r"'cuda_graphs'.*'inductor', 'aot_eager', 'eager'"):
         compile_step(step, backend="cuda_graphs")  # pyright: ignore[reportArgumentType]
-    with pytest.raises(ValueError, match="unit='step'"):
-        compile_step(step, unit="step")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match=r"unit='layer'.*'stage' or 'step'"):
+        compile_step(step, unit="layer")  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match="already compiled for 'aot_eager'"):
         compile_step(compile_step(step, backend="aot_eager"))
 

@@ -63,7 +63,7 @@ def float8(
     recipe, kinds = Recipe(gradients, power_of_two, weight_gradient), frozenset(given)
 
     def rewrite(step: TrainStep, program: Program) -> Program:
-        ops = float8_ops(step.ops or backend_of(step.device).ops(), recipe)
+        ops = float8_ops(step.ops or backend_of(step.device).ops, recipe)
         rounding = {stage.name: stage for stage in step.model.build(ops) if stage.kind in kinds}
         return tuple(rounding.get(node.name, node) if isinstance(node, Stage) else node for node in program)
 

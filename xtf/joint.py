@@ -116,19 +116,34 @@ class Joint:
 
     def serves(self, tensors: Sequence[Tensor]) -> bool:
         """Whether the graph is right for tensors of these sizes: parameters, reads and constants in order."""
-        sizes: dict[Any, int] = {}
-        for node, tensor in zip(self.inputs, tensors, strict=False):
-            fake: Tensor = node.meta["val"]
-            if fake.dtype != tensor.dtype or fake.device != tensor.device or fake.dim() != tensor.dim():
-                return False
-            for size, real in zip(fake.shape, tensor.shape, strict=True):
-                expression = _expression(size)
-                if isinstance(expression, int):
-                    if expression != real:
-                        return False
-                elif real < 2 or sizes.setdefault(expression, real) != real:  # 0 and 1 broadcast: graphs of their own
+        return serves([node.meta["val"] for node in self.inputs], self.guards, tensors)
+
+
+def serves(fakes: Sequence[Tensor], guards: Sequence[Any], tensors: Sequence[Tensor]) -> bool:
+    """Whether a graph that was traced on these tensors without values is right for those of these sizes.
+
+    Args:
+        fakes: what was traced; more may follow than is given.
+        guards: what must be true of their sizes.
+        tensors: in the order of ``fakes``.
+    """
+    sizes: dict[Any, int] = {}
+    for fake, tensor in zip(fakes, tensors, strict=False):
+        if fake.dtype != tensor.dtype or fake.device != tensor.device or fake.dim() != tensor.dim():
+            return False
+        for size, real in zip(fake.shape, map(hint, tensor.shape), strict=True):
+            expression = _expression(size)
+            if isinstance(expression, int):
+                if expression != real:
                     return False
-        return all(bool(guard.subs(sizes)) for guard in self.guards)
+            elif real < 2 or sizes.setdefault(expression, real) != real:  # 0 and 1 broadcast: graphs of their own
+                return False
+    return all(bool(guard.subs(sizes)) for guard in guards)
+
+
+def hint(size: int | torch.SymInt) -> int:
+    """A size; of one without value, that with which it is traced."""
+    return cast(Any, size).node.hint if isinstance(size, torch.SymInt) else size
 
 
 def trace(fn: StageFn, params: Params, reads: Values, consts: Mapping[str, Any], *, rows: bool = False) -> Joint:
@@ -184,14 +199,14 @@ def trace(fn: StageFn, params: Params, reads: Values, consts: Mapping[str, Any],
     module: fx.GraphModule = made(*own.values(), *given, *constants.values(), *tangents)
     _without_mutations(module.graph)
     guards = tuple(env.replace(guard.expr) for guard in env.guards)  # symbols that were found equal are one then
-    found = Joint(module, tuple(own), read_floats, names, floats, _take_names(module.graph), guards)
+    found = Joint(module, tuple(own), read_floats, names, floats, take_names(module.graph), guards)
     for at, node in enumerate(found.inputs):  # as torch's partitioners name them
         node.target = node.name = f"tangents_{at + 1}" if node in set(found.tangents) else f"primals_{at + 1}"
     module.recompile()
     return found
 
 
-def _take_names(graph: fx.Graph) -> dict[str, tuple[fx.Node, ...]]:
+def take_names(graph: fx.Graph) -> dict[str, tuple[fx.Node, ...]]:
     """The nodes that `keep` named; its own are taken out."""
     found: dict[str, tuple[fx.Node, ...]] = {}
     for node in list(graph.nodes):

@@ -8,10 +8,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes  # pyright: ignore[reportPrivateUsage]
 
+from xtf import tree
 from xtf.compile import fingerprint
-from xtf.joint import Choose, Halves, cut, trace
+from xtf.joint import Choose, Halves, cut, hint, trace
 from xtf.stage import Lower, Pair, PairRule, Params, Rows, StageFn, Values, half
 
 
@@ -95,9 +97,15 @@ def _halves(fn: StageFn, choose: Choose, name: Hashable, params: Params, reads: 
             if halves.joint.serves(tensors):
                 return halves
         with torch.enable_grad(), _disable_current_modes():  # what counts tensors must not count those of a trace
-            halves = cut(trace(fn, params, reads, consts, rows=rows), choose)
+            given = tree.map(_stand_in, (dict(params), reads, dict(consts)))
+            halves = cut(trace(fn, *given, rows=rows), choose)
         known.append(halves)
         return halves
+
+
+def _stand_in(value: Any) -> Any:
+    """A tensor of the size of one that is itself traced (`xtf.whole_step`): a trace is made of what has sizes."""
+    return torch.empty([hint(n) for n in value.shape], dtype=value.dtype, device=value.device) if isinstance(value, FakeTensor) else value
 
 
 _TRACED: dict[Hashable, list[Halves]] = {}

@@ -35,7 +35,8 @@ from xtf.stage import Lower, Pair, Program, Rows, Stage
 from xtf.state import State
 from xtf.step_loss import StepLoss
 from xtf.tree import Path, Tree
-from xtf.walk import Plan, walk
+from xtf.walk import Outcome, Plan, walk
+from xtf.whole_step import Differentiate
 
 _CPU = torch.device("cpu")
 
@@ -72,18 +73,26 @@ class Sharding:
 
 @dataclass(frozen=True)
 class Compilation:
-    """How stages are lowered: the backend's name, the function that does it, whether states are donated, and whether only deterministic
-    algorithms are used."""
+    """How a step is lowered.
+
+    Args:
+        backend: its name.
+        lower: lowers what stages are made of.
+        donate: whether states are donated.
+        deterministic: whether only deterministic algorithms are used.
+        whole: what runs the walk of a step as one graph (`xtf.whole_step`), or ``None`` where the walk runs stage by stage.
+    """
 
     backend: str
     lower: Lower
     donate: bool = False
     deterministic: bool = False
+    whole: Callable[[TrainStep], Differentiate] | None = None
 
     @property
     def done(self) -> bool:
         """Whether a step with this was compiled."""
-        return self.backend != "eager" or self.donate or self.deterministic
+        return self.backend != "eager" or self.donate or self.deterministic or self.whole is not None
 
 
 def eager(fn: Callable[..., Any], key: object) -> Callable[..., Any]:
@@ -208,7 +217,8 @@ class TrainStep:
             return whole(fn, key if isinstance(key, Rows) else Rows(key))  # parts differ in length from batch to batch
 
         lower: Lower = in_parts if self.parts > 1 else whole
-        keys = {s.name: Rows(s.key) if self.parts > 1 else s.key for s in self.program if isinstance(s, Stage)}
+        rows = self.parts > 1
+        keys = {s.name: Rows(s.key) if rows and not isinstance(s.key, Rows) else s.key for s in self.program if isinstance(s, Stage)}
         return tuple(s.rule(s.fn, keys[s.name], lower) if isinstance(s, Stage) else None for s in self.program)
 
     def plan(self, layout: Layout = (1,)) -> Plan:
@@ -371,7 +381,7 @@ class TrainStep:
     def evaluate(self, params: Tree, batch: Batch | Documents, *, record: Record | None = None) -> dict[str, Tensor]:
         """The metrics of a batch without training on it: ``loss``, ``cross_entropy``, ``tokens`` and the auxiliary loss's."""
         run = StepLoss(self, batch, record)
-        values = walk(run.plans, self._local(params), run.micros, keep=run.keep, record=record).values
+        values = self._run_walk(self._local(params), run, record, False).values
         if run.counts_first:
             run.count(values)
         else:
@@ -381,12 +391,22 @@ class TrainStep:
 
     def _differentiate(self, params: Tree, run: StepLoss, record: Record | None) -> tuple[dict[str, Tensor], Tree]:
         local = self._local(params)
+        outcome = self._run_walk(local, run, record, True)
+        grads = {path: _grad(outcome.grads, path, leaf) if self.specs[path].trainable else None for path, leaf in local.items()}
+        return run.metrics(outcome.values), tree.from_items(self.model.specs, grads)
+
+    def walked(self, local: Mapping[Path, Tensor], run: StepLoss, record: Record | None, backward: bool) -> Outcome:
+        """The walk of a step, and what it takes to begin its backward."""
+        if not backward:
+            return walk(run.plans, local, run.micros, keep=run.keep, record=record)
         if run.counts_first:
             run.count(walk(run.plans, local, run.micros, keep=run.keep, record=record).values)
         trained = frozenset(path for path, spec in self.specs.items() if spec.trainable)
-        outcome = walk(run.plans, local, run.micros, keep=run.keep, seeds=run.seeds, trained=trained, record=record)
-        grads = {path: None if path not in trained else _grad(outcome.grads, path, leaf) for path, leaf in local.items()}
-        return run.metrics(outcome.values), tree.from_items(self.model.specs, grads)
+        return walk(run.plans, local, run.micros, keep=run.keep, seeds=run.seeds, trained=trained, record=record)
+
+    @cached_property
+    def _run_walk(self) -> Differentiate:
+        return self.walked if self.compilation.whole is None else self.compilation.whole(self)
 
     def __repr__(self) -> str:
         return describe(self)
