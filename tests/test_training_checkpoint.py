@@ -484,7 +484,7 @@ def flip(at: int) -> Callable[[Path], None]:
         ("config.json", flip(-5), "config.json has other bytes than were written"),
         ("config.json", Path.unlink, "config.json is missing"),
         ("state.json", truncate, "state.json is not valid JSON"),
-        ("state.json", Path.unlink, "it has no state.json"),
+        ("state.json", Path.unlink, "state.json is missing: the checkpoint is damaged"),
         (".", shutil.rmtree, "no training checkpoint at"),
     ],
 )
@@ -812,7 +812,7 @@ def test_files_that_are_missing_and_damage_in_a_row(tmp_path: Path) -> None:
     (tmp_path / "step-2" / "state.json").unlink()
     said = (
         "latest names step-5.*rank-00001.safetensors is missing",
-        "it has no state.json",
+        "state.json is missing: the checkpoint is damaged",
         "step-4 is passed over",
         "step-3 is passed over",
     )

@@ -372,6 +372,8 @@ def check_types(
     """
     from xtf.testing import random_batch, small_models
 
+    if not callable(transform):
+        raise ValueError(f"check_types({transform!r}): expected a function of the mesh that gives a transform")
     if not sizes:
         raise ValueError("check_types: no mesh axis is given, and on one rank every value is whole; expected sizes, as data=2")
     for name, size in sizes.items():

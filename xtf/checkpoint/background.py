@@ -27,7 +27,7 @@ from xtf.checkpoint.folder import CheckpointError
 from xtf.checkpoint.saving import Part, Save, Unseen, begin, finish, shard_name, write_part
 from xtf.checkpoint.snapshot import Snapshot
 from xtf.checkpoint.together import together
-from xtf.checkpoint.training import everyone_of
+from xtf.checkpoint.training import check_step, everyone_of
 from xtf.collectives.process_group import CollectiveError
 from xtf.state import State
 from xtf.step import TrainStep
@@ -68,6 +68,7 @@ class StateSaver:
     def __init__(self, step: TrainStep, *, timeout: float = 600.0) -> None:
         if not isinstance(timeout, int | float) or isinstance(timeout, bool) or not 0 < timeout < float("inf"):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ValueError(f"StateSaver(timeout={timeout!r}): expected a positive number of seconds, as 600")
+        check_step("StateSaver", step)
         self._step, self._timeout = step, float(timeout)
         self._everyone, self._buffers = everyone_of(step), dict[str, Tensor]()
         self._work: _Work | None = None
@@ -107,6 +108,8 @@ class StateSaver:
             Exception: what `wait` raises of the save before; this one is not begun then.
             CheckpointError, ValueError, OSError: as `xtf.save_state`, for what is known before anything is written.
         """
+        if then is not None and not callable(then):
+            raise ValueError(f"StateSaver.save(then={then!r}): expected a function without arguments")
         self.wait()
         donate = self._step.compilation.donate
         save, snapshot = begin(

@@ -46,7 +46,7 @@ def usable(folder: Path, tell: Callable[[str], None]) -> Iterator[Path]:
             yield folder / name
         except CheckpointError as error:
             tell(f"{folder / LATEST} names {name}, which cannot be used: {error}")
-    for step, path in reversed(_indexed(folder, tell)):
+    for step, path in reversed(_indexed(folder, tell, but=name)):
         if path.name != name:
             try:
                 _step(path)
@@ -79,8 +79,8 @@ def prune(folder: str | os.PathLike[str], *, keep_last: int, keep: Callable[[int
         ValueError: if ``keep_last`` is less than 1.
         OSError: if one cannot be removed.
     """
-    if keep_last < 1:
-        raise ValueError(f"keep_last is {keep_last}, expected at least 1: how many of the newest checkpoints are kept")
+    if not isinstance(keep_last, int) or keep_last < 1:  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ValueError(f"keep_last is {keep_last!r}, expected a whole number of at least 1: how many of the newest checkpoints are kept")
     folder = Path(folder)
     remove_leftovers(folder)
     protected, removed = latest(folder), list[Path]()
@@ -117,15 +117,16 @@ def _pointed(folder: Path) -> str | None:
     return name if name and Path(name).name == name else None
 
 
-def _indexed(folder: Path, tell: Callable[[str], None]) -> list[tuple[int, Path]]:
-    """The training checkpoints of a folder whose index can be read, by step. ``tell`` is given why others cannot."""
+def _indexed(folder: Path, tell: Callable[[str], None], *, but: str | None = None) -> list[tuple[int, Path]]:
+    """The training checkpoints of a folder whose index can be read, by step. ``tell`` is given why others cannot, of all ``but`` one."""
     found: list[tuple[int, Path]] = []
     for path in sorted(folder.iterdir()) if folder.is_dir() else []:
         if ((path / STATE).is_file() or any(path.glob("rank-*.safetensors"))) and not _LEFTOVER.fullmatch(path.name):
             try:
                 found.append((read_index(path).step, path))
             except CheckpointError as error:
-                tell(f"a checkpoint is passed over: {error}")
+                if path.name != but:
+                    tell(f"a checkpoint is passed over: {error}")
     return sorted(found)
 
 

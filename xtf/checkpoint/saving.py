@@ -19,7 +19,7 @@ from xtf.checkpoint.folder import CONFIG, CheckpointError
 from xtf.checkpoint.kept import point_latest, remove_leftovers
 from xtf.checkpoint.shard_file import Block, Written, crc32_of, write_shard
 from xtf.checkpoint.together import together
-from xtf.checkpoint.training import config_of, everyone_of, own_blocks
+from xtf.checkpoint.training import check_step, config_of, everyone_of, own_blocks
 from xtf.checkpoint.training_index import STATE, Leaf, StateIndex
 from xtf.checkpoint.writing import check_replaceable, tokenizer_files
 from xtf.files import drop_folder, folder_beside, naming, put_in_place
@@ -148,11 +148,20 @@ def begin(
     Returns:
         The save, and what ``take`` gave.
     """
+    check_step("saving a state", step)
+    given: list[tuple[str, Any, Any, str]] = [
+        ("state", state, State, "the State that step.init or the step gives"),
+        ("path", path, (str, os.PathLike), "a path"),
+        ("extra", extra or {}, Mapping, "a dict of JSON values"),
+    ]
+    for name, value, kind, wanted in given:
+        if not isinstance(value, kind):
+            raise ValueError(f"saving a state: {name} is a {type(value).__name__}, expected {wanted}")
     everyone, target, kept = everyone_of(step), FilePath(os.path.realpath(path)), dict(extra or {})
     rank, ranks = (0, 1) if everyone is None else (everyone.index, everyone.size)
     made: list[FilePath] = []
 
-    def agree() -> tuple[tuple[T, Save], str]:
+    def agree() -> tuple[tuple[T, Save], list[str]]:
         own = own_blocks(step, state)
         _check_extra(kept)
         tokenizer, config = tokenizer_files(tokenizer_from) if not rank else [], config_of(step)
@@ -168,10 +177,13 @@ def begin(
         beside = made[0] if made else target
         at = int(state.step)
         save = Save(target, beside, rank, ranks, own.leaves, own.records, at, kept, config, tokenizer, update_latest)
-        return (taken, save), beside.name
+        return (taken, save), [beside.name, str(target)]
 
     try:
-        (taken, save), names = together(everyone, step.device, failed(target), agree)
+        (taken, save), told = together(everyone, step.device, failed(target), agree)
+        names, targets = zip(*told, strict=True)
+        if len(set(targets)) > 1:
+            raise ValueError(f"ranks are to save to different paths: {sorted(set(targets))[:3]}; give all of them the same")
     except BaseException:
         for beside in made:
             drop_folder(beside, target)

@@ -27,7 +27,7 @@ from xtf.checkpoint.folder import CONFIG, CheckpointError, Unfit, leaf_specs, re
 from xtf.checkpoint.kept import usable
 from xtf.checkpoint.shard_file import Block
 from xtf.checkpoint.together import together
-from xtf.checkpoint.training_index import PARAMS, Leaf, StateIndex, read_index, report
+from xtf.checkpoint.training_index import PARAMS, STATE, Leaf, StateIndex, read_index, report
 from xtf.checkpoint.writing import DTYPES, config_json
 from xtf.checkpoint_map import Range
 from xtf.collectives import Axis
@@ -65,6 +65,7 @@ def load_state(step: TrainStep, path: str | os.PathLike[str]) -> tuple[State, di
         CheckpointError: if a file is missing or damaged; if it is of another model (fields of the config are named) or optimizer, or
             stored in other dtypes (leaves are named); or if another rank failed.
     """
+    check_step("load_state", step)
     said = f"the training checkpoint {os.fspath(path)} was not loaded"
     loaded, _ = together(everyone_of(step), step.device, said, lambda: (_read(step, path), None))
     return loaded
@@ -98,7 +99,11 @@ def load_newest_state(step: TrainStep, folder: str | os.PathLike[str]) -> Newest
     Raises:
         CheckpointError: if there are some and none can be used, with all reasons, or if one is sound but of another model or optimizer.
     """
+    check_step("load_newest_state", step)
     everyone, folder = everyone_of(step), FilePath(folder)
+    if folder.is_file() or (folder / STATE).is_file():
+        what = "is a file" if folder.is_file() else "is itself a training checkpoint: give the folder that it stands in, or use load_state"
+        raise CheckpointError(f"load_newest_state({str(folder)!r}): expected a folder of training checkpoints; this {what}")
     said = f"no state in {folder} was loaded"
 
     def look() -> tuple[None, list[list[str]]]:
@@ -149,6 +154,12 @@ def _read(step: TrainStep, path: str | os.PathLike[str]) -> tuple[State, dict[st
     index.read(wanted)
     state: State = tree.unflatten(empty, [wanted[name][1] if name in wanted else None for name in names])
     return state, dict(index.extra)
+
+
+def check_step(asked: str, step: object) -> None:
+    """Refuse what is no training step."""
+    if not isinstance(step, TrainStep):
+        raise ValueError(f"{asked} takes a step first, got a {type(step).__name__}: make one by xtf.train_step(model, optimizer)")
 
 
 def own_blocks(step: TrainStep, state: State) -> OwnBlocks:

@@ -153,6 +153,8 @@ def read_index(path: str | os.PathLike[str]) -> StateIndex:
     folder = FilePath(path)
     if not folder.is_dir():
         raise CheckpointError(f"no training checkpoint at {folder}: expected a folder that xtf.save_state wrote")
+    if not (folder / STATE).is_file() and any(folder.glob("rank-*.safetensors")):
+        raise damaged(folder / STATE, "is missing")
     if not (folder / STATE).is_file():
         what = "a Hugging Face checkpoint, read its parameters with xtf.load" if (folder / "config.json").is_file() else "something else"
         raise CheckpointError(f"{folder} is not a training checkpoint, since it has no {STATE}; it is {what}")

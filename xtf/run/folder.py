@@ -26,7 +26,7 @@ from xtf.run.recipe import Recipe, RecipeFn, load_recipe, plain, read_value, res
 RUN, RECIPE, CHECKPOINTS, BEST, LAST = "run.json", "recipe.py", "checkpoints", "best", "checkpoint"
 """What a run's folder holds: what it is, its recipe, the whole states, and the best and the last parameters."""
 
-LAYOUT = ("mesh", "transforms", "backend", "deterministic", "stop_after_skips")
+LAYOUT = ("mesh", "transforms", "backend", "deterministic", "stop_after_skips", "save_every", "keep", "keep_every", "wait_for_saves")
 """Settings of the built-in recipe that say how a run is spread, lowered and watched, not what it computes: they may change when it goes
 on."""
 

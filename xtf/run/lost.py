@@ -159,12 +159,16 @@ def told(at: Place, answers: Mapping[int, Place], size: int, error: str) -> str:
 
     Example:
         >>> told(Place("all_reduce 'agree'", True), {0: Place("all_reduce 'agree'", True)}, 2, "Connection closed").split(";")[0]
-        "rank 1 of 2 did not come to all_reduce 'agree' and does not answer: its process has ended, or cannot be reached"
+        "rank 1 of 2 did not come to all_reduce 'agree' and does not answer: its process has ended or was stopped, or cannot be reached"
     """
     silent = [rank for rank in range(size) if rank not in answers]
     astray = {rank: place for rank, place in sorted(answers.items()) if not place.waits}
     if silent:
-        answer = "does not answer: its process has ended" if len(silent) == 1 else "do not answer: their processes have ended"
+        answer = (
+            "does not answer: its process has ended or was stopped"
+            if len(silent) == 1
+            else "do not answer: their processes have ended or were stopped"
+        )
         what = f"{_ranks(silent)} of {size} did not come to {at.at} and {answer}, or cannot be reached"
     elif astray:
         places = "; ".join(f"rank {rank} is {place.at}" for rank, place in astray.items())

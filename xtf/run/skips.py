@@ -113,7 +113,7 @@ class Skips:
         if not agree(self._mesh, int(not all_finite(params))):
             return
         raise self._failed(
-            f"parameters are not finite after step {step}, so its state is not saved. {_kept(saved)}. Begin anew from an earlier state or "
+            f"parameters are not finite after step {step}, so they are not saved. {_kept(saved)}. Begin anew from an earlier state or "
             "with a lower --lr"
         )
 

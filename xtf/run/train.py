@@ -178,6 +178,7 @@ class _Loop:
                             self.skips.check(position.done, position.saved)
                 with interrupt.held():
                     position = self._saved(position)
+                    self.skips.check_sound(state.params, position.done, position.saved)  # what is not is no result
         except KeyboardInterrupt as error:
             number = interrupt.asked if interrupt is not None and interrupt.asked else signal.SIGINT
             saved = self.saving[0] if self.saving is not None and self.saving[1].is_dir() else position.saved

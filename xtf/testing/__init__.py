@@ -83,7 +83,7 @@ def check(
     makers = _makers(model)
     given = _listed(batch)
     count = _steps(steps, given)
-    _check_choice(ranks, timeout, sizes)
+    _check_choice(transform, ranks, timeout, sizes)
     made = [one if isinstance(one, Model) else _made("model", one, Model) for one in makers]
     to_make = default_optimizer if optimizer is None else optimizer
     chosen: optim.Optimizer = to_make if isinstance(to_make, optim.Optimizer) else _made("optimizer", to_make, optim.Optimizer)
@@ -111,6 +111,10 @@ def check(
 def _makers(model: Model | MakeModel | Sequence[Model | MakeModel] | None) -> list[Model | MakeModel]:
     if model is None:
         return [partial(small_model, name) for name in small_models()]
+    if isinstance(model, str):
+        raise ValueError(
+            f"check(model={model!r}): expected an xtf Model, as one of xtf.testing.small_models(), or a function that makes one"
+        )
     found = [model] if isinstance(model, Model) or callable(model) else list(model)
     if not found:
         raise ValueError("check(model=[]): expected at least one model")
@@ -119,7 +123,7 @@ def _makers(model: Model | MakeModel | Sequence[Model | MakeModel] | None) -> li
 
 def _made(what: str, make: Any, kind: type[Any]) -> Any:
     if not callable(make):
-        raise ValueError(f"check({what}={make!r}): expected an xtf {kind.__name__}, or a function that makes one")
+        raise ValueError(f"check({what}={make!r}): expected an xtf {kind.__name__}, or a function of one")
     made = make()
     if not isinstance(made, kind):
         raise ValueError(f"check({what}=...): the function returned a {type(made).__name__}, expected an xtf {kind.__name__}")
@@ -145,7 +149,9 @@ def _steps(steps: int | None, given: Sequence[Given]) -> int:
     return steps
 
 
-def _check_choice(ranks: str, timeout: float, sizes: Mapping[str, int]) -> None:
+def _check_choice(transform: object, ranks: str, timeout: float, sizes: Mapping[str, int]) -> None:
+    if not callable(transform):
+        raise ValueError(f"check({transform!r}): expected a transform, or with a mesh a function of it that gives one")
     if ranks not in ("simulated", "gloo"):
         raise ValueError(f"check(ranks={ranks!r}): expected 'simulated' or 'gloo'; the number of ranks is that of the mesh, as data=2")
     if ranks == "gloo" and not sizes:
