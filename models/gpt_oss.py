@@ -117,7 +117,7 @@ class Config(DecoderConfig):
         read = Config(
             **shared_from_hf(found, "gpt_oss"),
             **{name: found[name] for name in _OWN if name in found},
-            layer_types=() if kinds == ("full_attention",) * layers else kinds,
+            layer_types=() if len(kinds) == layers and set(kinds) <= {"full_attention"} else kinds,
         )
         said = (read.num_experts_per_tok, read.rope.original_max_position_embeddings)
         for again, name, value in zip(_TWICE, ("num_experts_per_tok", "original_max_position_embeddings"), said, strict=True):

@@ -35,7 +35,7 @@ def from_hf(found: Mapping[str, Any], default_first: int) -> dict[str, Any]:
     if window is not None and not kinds:
         first = found.get("max_window_layers", default_first)
         kinds = tuple("sliding_attention" if i >= first else "full_attention" for i in range(layers))
-    if kinds == ("full_attention",) * layers:
+    if len(kinds) == layers and set(kinds) <= {"full_attention"}:
         window, kinds = None, ()
     return {"sliding_window": window, "layer_types": kinds}
 

@@ -213,6 +213,8 @@ def load_recipe(path: Path) -> RecipeFn:
     except (Exception, SystemExit) as error:
         raise ValueError(f"the recipe {path} fails when it is read: {type(error).__name__}: {error}") from error
     found = getattr(module, "recipe", None)
+    if inspect.iscoroutinefunction(found) or inspect.isasyncgenfunction(found):
+        raise ValueError(f"the recipe {path} has an `async def recipe`: define an ordinary function, recipe(...) -> xtf.run.Recipe")
     if not callable(found):
         raise ValueError(f"the recipe {path} has no function `recipe`: define recipe(...) -> xtf.run.Recipe")
     return typing.cast(RecipeFn, found)
