@@ -123,7 +123,7 @@ def _makers(model: Model | MakeModel | Sequence[Model | MakeModel] | None) -> li
 
 def _made(what: str, make: Any, kind: type[Any]) -> Any:
     if not callable(make):
-        raise ValueError(f"check({what}={make!r}): expected an xtf {kind.__name__}, or a function of one")
+        raise ValueError(f"check({what}={make!r}): expected an xtf {kind.__name__}, or a function that makes one")
     made = make()
     if not isinstance(made, kind):
         raise ValueError(f"check({what}=...): the function returned a {type(made).__name__}, expected an xtf {kind.__name__}")
