@@ -13,7 +13,6 @@ import pickle
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -23,6 +22,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from xtf.mesh import Mesh, mesh
+from xtf.testing.real_ranks import end_with_parent, report
 
 WORKERS = 4
 TIMEOUT = 60.0  # seconds a call may take, starting the workers included
@@ -131,7 +131,7 @@ atexit.register(_pool.stop)
 def _work(pipe: Connection, port: int, rank: int) -> None:
     """What a worker process does: jobs, until the pipe ends."""
     torch.set_num_threads(1)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    threading.Thread(target=end_with_parent, daemon=True).start()
     store = TCPStore("127.0.0.1", port)
     joined, meshes = (0, 0), dict[tuple[tuple[str, int], ...], Mesh]()
     while True:
@@ -153,23 +153,5 @@ def _work(pipe: Connection, port: int, rank: int) -> None:
                 meshes[key] = mesh(**sizes)
             answer = pickle.dumps((True, fn(meshes[key], *args)))
         except BaseException as error:
-            answer = _report(error, rank)
+            answer = report(error, rank)
         pipe.send_bytes(answer)
-
-
-def _report(error: BaseException, rank: int) -> bytes:
-    text = f"on gloo rank {rank}:\n{''.join(traceback.format_exception(error))}"
-    error.add_note(text)
-    try:
-        answer = pickle.dumps((False, error))
-        pickle.loads(answer)
-    except Exception:
-        return pickle.dumps((False, RuntimeError(text)))
-    return answer
-
-
-def _end_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    parent.join()
-    os._exit(1)

@@ -640,7 +640,7 @@ def _raises(mesh: Mesh, failing: int) -> int:
 def test_gloo_pool_reports_and_recovers() -> None:
     with pytest.raises(Special, match="on purpose") as caught:
         gloo.run(_raises, 1, ranks=3)
-    assert "on gloo rank 1" in caught.value.__notes__[0] and "in _raises" in caught.value.__notes__[0]
+    assert "on rank 1" in caught.value.__notes__[0] and "in _raises" in caught.value.__notes__[0]
     assert gloo.run(_raises, -1, ranks=3) == [0, 1, 2]
     with pytest.raises(ValueError, match="ranks must be 1 to 4, got 5"):
         gloo.run(_raises, -1, ranks=5)

@@ -4,7 +4,7 @@ CPU and checks what it is given against the documentation.
 Attention is ``npu_fusion_attention`` (FlashAttention) and its gradient, in the layout of packed documents (``TND``), with causal or band
 masks of 2,048 × 2,048 that stand for masks of any size. The ends of documents go to it as a list on the host, one wait for each call.
 Grouped products are ``npu_grouped_matmul``: grouped along the rows (``group_type=0``), for the gradient of the weights along the inner
-size (``group_type=2``), which releases of ``torch_npu`` before 2.6 may refuse. float64 and attention sinks take the reference.
+size (``group_type=2``), which older releases of ``torch_npu`` may refuse. float64 and attention sinks take the reference.
 
 Dims are those of `xtf.ops`. Custom ops themselves are annotated plainly: torch reads their schema from the annotations.
 """

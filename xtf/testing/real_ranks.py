@@ -163,7 +163,7 @@ def _hung(ranks: list[int], processes: list[Any], stands: list[Path], timeout: f
 def _work(pipe: Connection, port: int, rank: int, ranks: int, path: list[str], timeout: float, stand: str, job: bytes) -> None:
     sys.path[:] = path
     torch.set_num_threads(1)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    threading.Thread(target=end_with_parent, daemon=True).start()
     with open(stand, "w") as file:
         faulthandler.register(signal.SIGUSR1, file, all_threads=False)
         pipe.send_bytes(b"begun")
@@ -174,7 +174,7 @@ def _work(pipe: Connection, port: int, rank: int, ranks: int, path: list[str], t
             dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=max(timeout, 1.0)))
             answer = pickle.dumps((True, fn(mesh(**sizes), **given)))
         except BaseException as error:
-            answer = _report(error, rank)
+            answer = report(error, rank)
         pipe.send_bytes(answer)
         pipe.recv_bytes()  # until it is killed: another rank may still be connected to this one
 
@@ -188,7 +188,8 @@ def _unpickled(name: str, part: bytes) -> Any:
         ) from None
 
 
-def _report(error: BaseException, rank: int) -> bytes:
+def report(error: BaseException, rank: int) -> bytes:
+    """The answer of a rank that raised, pickled: the error with its traceback as a note, or the text alone where it cannot be sent."""
     text = f"on rank {rank}:\n{''.join(traceback.format_exception(error))}"
     error.add_note(text)
     try:
@@ -199,7 +200,8 @@ def _report(error: BaseException, rank: int) -> bytes:
     return answer
 
 
-def _end_with_parent() -> None:
+def end_with_parent() -> None:
+    """A thread's work: end this process when the one that started it has ended, however that ended."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()
