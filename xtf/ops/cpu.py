@@ -5,9 +5,10 @@ that form runs eager, under ``torch.func`` and under ``torch.compile(fullgraph=T
 hold never causes a recompilation, since only the kernels read them. The function is applied to views: Dynamo forgets that the
 arguments of a function under ``torch.func.vjp`` are differentiated and would leave our backward out (pytorch issue 193279).
 
-Attention uses torch's flash kernel for CPUs (Dao 2023, "FlashAttention-2") for each run of neighbouring documents of equal
-length. That kernel knows neither windows nor value heads of another size than the keys'; those take query blocks of `_BLOCK`
-tokens against the keys they see. No buffer grows with the square of a document's length.
+Attention in float32 is a kernel of our own where it could be compiled (`xtf.ops.native`). Elsewhere it is torch's flash kernel for CPUs
+(Dao 2023, "FlashAttention-2") for each run of neighbouring documents of equal length. That kernel knows neither windows nor value heads
+of another size than the keys'; those take query blocks of `_BLOCK` tokens against the keys they see. No buffer grows with the square of a
+document's length.
 
 Dims are those of `xtf.ops`, and kv_heads × group = heads. Custom ops themselves are annotated plainly: torch reads their schema from
 the annotations.
@@ -28,7 +29,7 @@ from jaxtyping import Float, Int32
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from xtf.ops import Ops
+from xtf.ops import Ops, native
 from xtf.ops.cpu_grouped_mm import grouped_mm
 from xtf.ops.reference import check_attention
 from xtf.ops.sinks import gradient, join
@@ -135,6 +136,8 @@ class _AttentionBackward(torch.autograd.Function):
 
 @torch.library.custom_op("xtf::attention_cpu", mutates_args=())
 def _attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float, window: int | None) -> tuple[Tensor, Tensor]:
+    if native.serves(q):
+        return native.attention(q, k, v, cu_seqlens, scale, window)
     out, logsumexp = _attention_buffers(q, v)
     group = q.shape[1] // max(k.shape[1], 1)
     for begin, count, length in _runs(cu_seqlens):
@@ -168,6 +171,8 @@ def _attention_backward(
     scale: float,
     window: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    if native.serves(q):
+        return native.attention_backward(dout, q, k, v, out, logsumexp, cu_seqlens, scale, window)
     dout = dout.contiguous()  # the cotangent of a sum is expanded, with stride 0
     dq, dk, dv = (torch.zeros(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
     kv_heads = k.shape[1]

@@ -1,4 +1,5 @@
-"""Grouped matrix products on CPUs: one product per group, in the form that `xtf.ops.cpu` describes.
+"""Grouped matrix products on CPUs, in the form that `xtf.ops.cpu` describes: by kernels of our own (`xtf.ops.native`), or one product after
+another where those do not serve.
 
 Dims are those of `xtf.ops`. Custom ops themselves are annotated plainly: torch reads their schema from the annotations.
 """
@@ -16,8 +17,7 @@ from jaxtyping import Float, Int32
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from xtf.ops import mkl
-from xtf.ops.mkl import Product
+from xtf.ops import native
 from xtf.ops.reference import check_grouped_mm
 
 
@@ -64,28 +64,34 @@ class _GroupedMMBackward(torch.autograd.Function):
 
 @torch.library.custom_op("xtf::grouped_mm_cpu", mutates_args=())
 def _grouped_mm(x: Tensor, w: Tensor, offsets: Tensor) -> Tensor:
-    x, w = x.contiguous(), w.contiguous()
     out = x.new_empty(x.shape[0], w.shape[1])
-    _run([Product(x[begin:end], w[group].T, out[begin:end]) for group, begin, end in _groups(offsets)])
+    if native.serves(x):
+        native.grouped_mm("forward", x, w, offsets, out)
+        return out
+    for group, begin, end in _groups(offsets):
+        torch.mm(x[begin:end], w[group].T, out=out[begin:end])
     return out
 
 
 @torch.library.custom_op("xtf::grouped_mm_cpu_dx", mutates_args=())
 def _grouped_mm_dx(dout: Tensor, w: Tensor, offsets: Tensor) -> Tensor:
-    dout, w = dout.contiguous(), w.contiguous()
     dx = dout.new_empty(dout.shape[0], w.shape[2])
-    _run([Product(dout[begin:end], w[group], dx[begin:end]) for group, begin, end in _groups(offsets)])
+    if native.serves(dout):
+        native.grouped_mm("dx", dout, w, offsets, dx)
+        return dx
+    for group, begin, end in _groups(offsets):
+        torch.mm(dout[begin:end], w[group], out=dx[begin:end])
     return dx
 
 
 @torch.library.custom_op("xtf::grouped_mm_cpu_dw", mutates_args=())
 def _grouped_mm_dw(dout: Tensor, x: Tensor, offsets: Tensor) -> Tensor:
-    dout = dout.contiguous()
     dw = x.new_empty(offsets.shape[0], dout.shape[1], x.shape[1])
-    # One after another: MKL's batch is slower at these, whose outputs are large and whose inner sizes are small. A group without rows
-    # gets the zeros of an empty product.
+    if native.serves(dout):
+        native.grouped_mm("dw", dout, x, offsets, dw)
+        return dw
     for group, begin, end in _groups(offsets):
-        torch.mm(dout[begin:end].T, x[begin:end], out=dw[group])
+        torch.mm(dout[begin:end].T, x[begin:end], out=dw[group])  # zeros, where the group has no rows
     return dw
 
 
@@ -102,16 +108,6 @@ def _(dout: Tensor, w: Tensor, offsets: Tensor) -> Tensor:
 @_grouped_mm_dw.register_fake
 def _(dout: Tensor, x: Tensor, offsets: Tensor) -> Tensor:
     return x.new_empty(offsets.shape[0], dout.shape[1], x.shape[1])
-
-
-def _run(todo: list[Product]) -> None:
-    """Products of groups: those that have rows, all at once where that can be done."""
-    todo = [product for product in todo if product.a.shape[0]]
-    if todo and mkl.available(todo[0].out.dtype):
-        mkl.products(todo)
-        return
-    for a, b, out in todo:
-        torch.mm(a, b, out=out)
 
 
 def _groups(offsets: Tensor) -> Iterator[tuple[int, int, int]]:
