@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -306,15 +307,34 @@ def _distinct(grad: Tensor, seen: set[int]) -> Tensor:
 # What optimizers see -------------------------------------------------------------------------------------------------------------
 
 
+class _Known(NamedTuple):
+    """A norm, and the ids and versions of the leaves that it is of. They are kept, so that no others take their ids."""
+
+    which: list[tuple[int, int]]
+    leaves: list[Tensor | None]
+    norm: Tensor
+
+
 @dataclass(frozen=True)
 class Placed:
     """The placement of every leaf, as optimizers use it (`xtf.optim.Placement`)."""
 
     leaves: Mapping[Path, Placement]
     donate: bool = False
+    _known: list[_Known] = field(default_factory=list["_Known"], compare=False, repr=False)
 
     def norm(self, grads: Tree) -> Tensor:
-        """Global L2 norm of a tree of this rank's gradients, each element counted once whatever axes it lies on. Shape ()."""
+        """Global L2 norm of a tree of this rank's gradients, each element counted once whatever axes it lies on. Shape ().
+
+        The last one is known: a step and the clipping of its gradients ask for the same.
+        """
+        leaves = tree.leaves(grads)
+        which = [(id(leaf), -1 if leaf is None else leaf._version) for leaf in leaves]
+        if not self._known or self._known[0].which != which:
+            self._known[:] = [_Known(which, leaves, self._norm(grads))]
+        return self._known[0].norm
+
+    def _norm(self, grads: Tree) -> Tensor:
         sums: dict[tuple[str, ...], tuple[list[Axis], list[Tensor]]] = {}
         for path, grad in tree.items(grads).items():
             if grad is None:

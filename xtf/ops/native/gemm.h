@@ -48,6 +48,9 @@ inline void put(float* p, Vector v) {
 // c[0:M, 0:n] of a panel: a(i, p) at a[i * ai + p * ap], panel [k][NR].
 template <int M, Write how>
 void micro(int64_t k, const float* a, int64_t ai, int64_t ap, const float* panel, float* c, int64_t ldc, int n) {
+  if constexpr (how != Write::past)  // what the results go over is fetched meanwhile
+    for (int i = 0; i < M; i++)
+      for (int j = 0; j < NV; j++) __builtin_prefetch(c + i * ldc + j * W, 1);
   Vector sums[M][NV] = {};
   for (int64_t p = 0; p < k; p++) {
     Vector row[NV];

@@ -14,9 +14,9 @@ struct Product {
   int64_t ldc;
 };
 
-// Blocks: KC x NC numbers of b, packed, and MC x KC of a stay in the second cache.
-constexpr int64_t KC = 256, NC = 256, MC = 18 * MR;
-constexpr int64_t BUFFER = KC * NR + KC * MC + W;
+// Blocks that the caches hold: NC columns of b, MC rows of a, of an inner dimension of IN_PLACE, or PACKED where a is packed.
+constexpr int64_t IN_PLACE = 512, PACKED = 256, NC = 256, MC = 36 * MR;
+constexpr int64_t BUFFER = IN_PLACE * NR + PACKED * MC + W;
 
 // Blocks of rows [block][k][rows], for a left factor whose columns are dense.
 inline void pack_rows(const float* a, int64_t ap, int64_t k, int64_t m, float* to) {
@@ -38,7 +38,7 @@ inline void pack_rows(const float* a, int64_t ap, int64_t k, int64_t m, float* t
 template <Write how>
 void part(const Product& q, int64_t row, int64_t m, int64_t column, int64_t n, int64_t first, int64_t k, float* buffer) {
   const float* a = q.a + row * q.ai + first * q.ap;
-  float* rows = buffer + KC * NR;
+  float* rows = buffer + IN_PLACE * NR;
   const bool packed = q.ap != 1;
   if (packed) pack_rows(a, q.ap, k, m, rows);
   const int64_t count = blocks_of(m);
@@ -56,10 +56,11 @@ void part(const Product& q, int64_t row, int64_t m, int64_t column, int64_t n, i
 }
 
 inline void block(const Product& q, int64_t row, int64_t m, int64_t column, int64_t n, bool past, float* buffer) {
-  for (int64_t first = 0; first == 0 || first < q.k; first += KC) {  // an empty inner dimension writes zeros
-    const int64_t k = std::min(KC, q.k - first);
+  const int64_t most = q.ap == 1 ? IN_PLACE : PACKED;
+  for (int64_t first = 0; first == 0 || first < q.k; first += most) {  // an empty inner dimension writes zeros
+    const int64_t k = std::min(most, q.k - first);
     if (first > 0) part<Write::add>(q, row, m, column, n, first, k, buffer);
-    else if (past && q.k <= KC) part<Write::past>(q, row, m, column, n, first, k, buffer);
+    else if (past && q.k <= most) part<Write::past>(q, row, m, column, n, first, k, buffer);
     else part<Write::over>(q, row, m, column, n, first, k, buffer);
   }
 }
