@@ -23,7 +23,7 @@ struct Attention {  // as xtf/ops/native/__init__.py fills it; sizes and strides
   int64_t threads;
 };
 
-constexpr int64_t BQ = 4 * MR, BK = 8 * NR;  // queries and keys of a block
+constexpr int64_t BQ = 8 * MR, BK = 8 * NR;  // queries and keys of a block
 
 // e^x for x <= 88, relative error about 1e-7, 0 below -87; NaN stays NaN. Cephes' way: 2^n times a polynomial on half an octave.
 inline Vector exponential(Vector x) {
@@ -81,8 +81,9 @@ struct Packed {
   }
 };
 
-// One block of scores: (m rows, columns of a multiple of NR) with the scores of hidden pairs at minus infinity.
+// Scores of queries and keys from these on: those of hidden pairs become minus infinity.
 inline void hide(float* scores, int64_t m, int64_t columns, int64_t query, int64_t key, int64_t window) {
+  if (query >= key + columns - 1 && query + m <= key + window) return;
   for (int64_t i = 0; i < m; i++) {
     float* row = scores + i * BK;
     const int64_t at = query + i;
@@ -95,7 +96,7 @@ inline void hide(float* scores, int64_t m, int64_t columns, int64_t query, int64
 inline int64_t first_key(int64_t query, int64_t window) { return std::max<int64_t>(0, query - window + 1) / NR * NR; }
 
 inline void forward_block(const Attention& t, const float* keys, const float* values, int64_t rows, int64_t row0, int64_t head, int64_t query, int64_t m) {
-  alignas(64) float scores[BQ * BK];
+  alignas(64) float scores[MR * BK];
   thread_local std::vector<float> mixed_store;
   const int64_t dv_up = up(t.dv, NR);
   mixed_store.assign(BQ * dv_up, 0.0f);
@@ -104,31 +105,35 @@ inline void forward_block(const Attention& t, const float* keys, const float* va
   std::fill_n(most, m, -1e30f);
   std::fill_n(total, m, 0.0f);
   const float* q = t.q + (row0 + query) * t.q_row + head * t.q_head;
-  for (int64_t key = first_key(query, t.window); key < query + m; key += BK) {
-    const int64_t columns = std::min<int64_t>(BK, up(query + m - key, NR));
-    product<Write::over>(m, columns, t.d, q, t.q_row, 1, keys + key * t.d, t.d * NR, scores, BK);
-    if (key + columns > query + 1 || key < query + m - t.window) hide(scores, m, columns, query, key, t.window);
-    for (int64_t i = 0; i < m; i++) {
-      float* row = scores + i * BK;
-      Vector top = Vector{} - 1e30f;
-      for (int64_t j = 0; j < columns; j += W) top = larger(load(row + j), top);
-      const float before = most[i], now = std::max(before, largest(top) * t.scale);
-      Vector sums = {};
-      for (int64_t j = 0; j < columns; j += W) {
-        const Vector weight = exponential(load(row + j) * t.scale - now);
-        sums += weight;
-        store(row + j, weight);
+  const int64_t strips = blocks_of(m);
+  for (int64_t key = first_key(query, t.window); key < query + m; key += BK)
+    for (int64_t strip = 0; strip < strips; strip++) {
+      const int64_t begin = begin_of(m, strips, strip), end = begin_of(m, strips, strip + 1), size = end - begin;
+      const int64_t columns = std::min<int64_t>(BK, up(query + end - key, NR));
+      if (columns <= 0) continue;
+      product<Write::over>(size, columns, t.d, q + begin * t.q_row, t.q_row, 1, keys + key * t.d, t.d * NR, scores, BK);
+      hide(scores, size, columns, query + begin, key, t.window);
+      for (int64_t i = begin; i < end; i++) {
+        float* row = scores + (i - begin) * BK;
+        Vector top = Vector{} - 1e30f;
+        for (int64_t j = 0; j < columns; j += W) top = larger(load(row + j), top);
+        const float before = most[i], now = std::max(before, largest(top) * t.scale);
+        Vector sums = {};
+        for (int64_t j = 0; j < columns; j += W) {
+          const Vector weight = exponential(load(row + j) * t.scale - now);
+          sums += weight;
+          store(row + j, weight);
+        }
+        if (now > before) {
+          const float factor = std::exp(before - now);
+          total[i] *= factor;
+          for (int64_t j = 0; j < dv_up; j += W) store(mixed + i * dv_up + j, load(mixed + i * dv_up + j) * factor);
+          most[i] = now;
+        }
+        total[i] += sum(sums);
       }
-      if (now > before) {
-        const float factor = std::exp(before - now);
-        total[i] *= factor;
-        for (int64_t j = 0; j < dv_up; j += W) store(mixed + i * dv_up + j, load(mixed + i * dv_up + j) * factor);
-        most[i] = now;
-      }
-      total[i] += sum(sums);
+      product<Write::add>(size, dv_up, columns, scores, BK, 1, values + key * NR, rows * NR, mixed + begin * dv_up, dv_up);
     }
-    product<Write::add>(m, dv_up, columns, scores, BK, 1, values + key * NR, rows * NR, mixed, dv_up);
-  }
   for (int64_t i = 0; i < m; i++) {
     float* to = t.out + ((row0 + query + i) * t.heads + head) * t.dv;
     const float factor = 1.0f / total[i];
@@ -234,25 +239,43 @@ inline void backward_segment(const Attention& t, const float* keys_t, const floa
       }
       pack(q, t.q_row, 1, m, t.d, queries);
       pack(dout, dout_row, 1, m, t.dv, douts);
-      bool begun = false;
-      for (int64_t key = first_key(query, t.window); key < query + m; key += BK) {
-        const int64_t columns = std::min<int64_t>(BK, up(query + m - key, NR)), seen = std::min(columns, length - key);
-        product<Write::over>(m, columns, t.d, q, t.q_row, 1, keys_t + key * t.d, t.d * NR, weights, BK);
-        product<Write::over>(m, columns, t.dv, dout, dout_row, 1, values_t + key * t.dv, t.dv * NR, grads, BK);
-        if (key + columns > query + 1 || key < query + m - t.window) hide(weights, m, columns, query, key, t.window);
-        for (int64_t i = 0; i < m; i++) {
-          float *row = weights + i * BK, *grad = grads + i * BK;
-          for (int64_t j = 0; j < columns; j += W) {
-            const Vector weight = exponential(load(row + j) * t.scale - lse[i]);
-            store(row + j, weight);
-            store(grad + j, weight * (load(grad + j) - delta[i]) * t.scale);
+      const int64_t strips = blocks_of(m), first = first_key(query, t.window);
+      for (int64_t key = first; key < query + m; key += BK) {
+        const int64_t all = std::min<int64_t>(BK, up(query + m - key, NR));
+        for (int64_t strip = 0; strip < strips; strip++) {
+          const int64_t begin = begin_of(m, strips, strip), end = begin_of(m, strips, strip + 1), size = end - begin;
+          const int64_t columns = std::clamp<int64_t>(up(query + end - key, NR), 0, BK);
+          for (int64_t i = begin; i < end; i++) {
+            std::fill(weights + i * BK + columns, weights + i * BK + all, 0.0f);
+            std::fill(grads + i * BK + columns, grads + i * BK + all, 0.0f);
           }
+          if (columns == 0) continue;
+          float *weight = weights + begin * BK, *grad = grads + begin * BK;
+          product<Write::over>(size, columns, t.d, q + begin * t.q_row, t.q_row, 1, keys_t + key * t.d, t.d * NR, weight, BK);
+          product<Write::over>(size, columns, t.dv, dout + begin * dout_row, dout_row, 1, values_t + key * t.dv, t.dv * NR, grad, BK);
+          hide(weight, size, columns, query + begin, key, t.window);
+          for (int64_t i = begin; i < end; i++) {
+            float *row = weights + i * BK, *slope = grads + i * BK;
+            for (int64_t j = 0; j < columns; j += W) {
+              const Vector value = exponential(load(row + j) * t.scale - lse[i]);
+              store(row + j, value);
+              store(slope + j, value * (load(slope + j) - delta[i]) * t.scale);
+            }
+          }
+          float* to = dq + begin * dq_row;
+          if (key == first) product<Write::over>(size, t.d, columns, grad, BK, 1, keys + key * NR, rows * NR, to, dq_row);
+          else product<Write::add>(size, t.d, columns, grad, BK, 1, keys + key * NR, rows * NR, to, dq_row);
         }
-        product<Write::add>(seen, t.dv, m, weights, 1, BK, douts, m * NR, dv + key * v_row, v_row);
-        product<Write::add>(seen, t.d, m, grads, 1, BK, queries, m * NR, dk + key * k_row, k_row);
-        if (begun) product<Write::add>(m, t.d, columns, grads, BK, 1, keys + key * NR, rows * NR, dq, dq_row);
-        else product<Write::over>(m, t.d, columns, grads, BK, 1, keys + key * NR, rows * NR, dq, dq_row);
-        begun = true;
+        // Keys by queries that may see them: from the key's own strip on, whose hidden pairs have the weight 0.
+        const int64_t seen = std::min({BK, query + m - key, length - key}), blocks = blocks_of(seen);
+        for (int64_t block = 0; block < blocks; block++) {
+          const int64_t at = begin_of(seen, blocks, block), size = begin_of(seen, blocks, block + 1) - at;
+          int64_t from = 0;
+          for (int64_t strip = 0; strip < strips && query + begin_of(m, strips, strip + 1) <= key + at; strip++)
+            from = begin_of(m, strips, strip + 1);
+          product<Write::add>(size, t.dv, m - from, weights + from * BK + at, 1, BK, douts + from * NR, m * NR, dv + (key + at) * v_row, v_row);
+          product<Write::add>(size, t.d, m - from, grads + from * BK + at, 1, BK, queries + from * NR, m * NR, dk + (key + at) * k_row, k_row);
+        }
       }
     }
 }
