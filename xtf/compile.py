@@ -24,6 +24,7 @@ from xtf.step import Compilation, TrainStep, eager
 from xtf.whole_step import LowerGraph, check, whole_step
 
 Backend = Literal["inductor", "aot_eager", "eager"]
+Unit = Literal["stage", "step"]
 _BACKENDS = ("inductor", "aot_eager", "eager")
 
 
@@ -31,7 +32,7 @@ def compile(
     step: TrainStep,
     *,
     backend: Backend = "inductor",
-    unit: Literal["stage", "step"] = "stage",
+    unit: Unit = "stage",
     donate: bool = False,
     deterministic: bool = False,
 ) -> TrainStep:

@@ -31,12 +31,21 @@ def partitioned(choose: Choose, name: Hashable) -> PairRule:
     def rule(fn: StageFn, key: Hashable, lower: Lower) -> Pair:
         evaluate = lower(fn, half(key, "forward"))
         runs: dict[int, _Runs] = {}
+        last: list[tuple[Hashable, _Runs] | None] = [None]  # of the layer before, most often of the same sizes
 
-        def forward(params: Params, reads: Values, consts: Mapping[str, Any]) -> tuple[Values, Any]:
+        def run_of(params: Params, reads: Values, consts: Mapping[str, Any]) -> _Runs:
+            sizes, known = _sizes(params, reads, consts), last[0]
+            if known is not None and sizes is not None and known[0] == sizes:
+                return known[1]
             halves = _halves(fn, choose, name, params, reads, consts, isinstance(key, Rows))
             if id(halves) not in runs:  # what is in _TRACED stays, so no other takes its place
                 runs[id(halves)] = _Runs(halves, half(key, name), lower)
-            run = runs[id(halves)]
+            last[0] = (sizes, runs[id(halves)])
+            return runs[id(halves)]
+
+        def forward(params: Params, reads: Values, consts: Mapping[str, Any]) -> tuple[Values, Any]:
+            run = run_of(params, reads, consts)
+            halves = run.halves
             out = run.forward(dict(params), reads, run.constants(consts))
             writes = len(halves.joint.writes)
             return out[:writes], (run, tuple(reads[at] for at in halves.reads), out[writes:])
@@ -101,6 +110,15 @@ def _halves(fn: StageFn, choose: Choose, name: Hashable, params: Params, reads: 
             halves = cut(trace(fn, *given, rows=rows), choose)
         known.append(halves)
         return halves
+
+
+def _sizes(params: Params, reads: Values, consts: Mapping[str, Any]) -> Hashable:
+    """What a trace depends on; ``None`` for tensors that are traced themselves, whose sizes are no numbers."""
+    values = [*params.values(), *reads, *consts.values()]
+    if any(isinstance(value, FakeTensor) for value in values):
+        return None
+    kinds = [(value.shape, value.dtype, value.device) if isinstance(value, Tensor) else value for value in values]
+    return (*params, *consts, *kinds)
 
 
 def _stand_in(value: Any) -> Any:

@@ -32,7 +32,7 @@ class Entry(NamedTuple):
     Args:
         name: what the row is called.
         library: a key of `LIBRARIES`.
-        backend: ``"eager"`` or a compiler of the library.
+        backend: ``"eager"`` or a compiler of the library; of xtf with ``":step"`` behind it for a step that is one graph.
         transforms: of xtf, as in ``xtf train --transforms``.
     """
 
@@ -49,7 +49,7 @@ class _Library(NamedTuple):
 
 
 LIBRARIES: dict[str, _Library] = {
-    "xtf": _Library("xtf.bench.own", "torch", ("eager", "aot_eager", "inductor")),
+    "xtf": _Library("xtf.bench.own", "torch", ("eager", "aot_eager", "inductor", "inductor:step")),
     "transformers": _Library("xtf.bench.hugging_face", "transformers", ("eager", "inductor")),
     "torchtitan": _Library("xtf.bench.titan", "torchtitan", ("eager",)),
     "jax": _Library("xtf.bench.jax_peer", "jax", ("blocks", "ragged_dot")),

@@ -8,7 +8,7 @@ import xtf
 from xtf.bench.clock import seconds_now
 from xtf.bench.contenders import Entry, Taken
 from xtf.bench.workload import Workload
-from xtf.compile import Backend
+from xtf.compile import Backend, Unit
 from xtf.optim import Optimizer
 from xtf.optim.core import Fused
 from xtf.optim.placement import UNPLACED, Placement
@@ -24,7 +24,8 @@ def make_step(workload: Workload, entry: Entry, marks: list[float]) -> TrainStep
     optimizer = _marked(xtf.optim.adamw(lr=LEARNING_RATE), workload, marks)
     step = xtf.train_step(workload.model(), optimizer, device=workload.device)
     step = xtf.compose(*parse_transforms(entry.transforms, xtf.mesh()))(step)
-    return xtf.compile(step, backend=cast(Backend, entry.backend), donate=True)
+    backend, _, unit = entry.backend.partition(":")
+    return xtf.compile(step, backend=cast(Backend, backend), unit=cast(Unit, unit or "stage"), donate=True)
 
 
 def open_contender(workload: Workload, entry: Entry) -> Own:

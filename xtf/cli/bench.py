@@ -41,7 +41,7 @@ class BenchOptions:
     documents: str = "one"
     """How tokens are laid into documents: one, mixed (log-normal lengths), or the tokens of each."""
     backend: tuple[str, ...] = ("eager", "inductor")
-    """Of xtf."""
+    """Of xtf; inductor:step compiles the step as one graph, which takes longer with every layer."""
     transforms: tuple[str, ...] = ("remat=nothing,chunk_loss",)
     """Of xtf, one set or several, each as in xtf train --transforms; an empty text for none."""
     against: tuple[str, ...] = ()
