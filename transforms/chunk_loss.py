@@ -97,16 +97,16 @@ def chunked_pair(tokens: int | None, bytes: int | None, z_loss: float) -> Pair:
         dtype = _wide(reads[0].dtype)
         losses = [x.new_zeros(2, dtype=dtype) for x in reads]
         dreads = [torch.empty_like(x) for x in reads]
-        dweight = torch.zeros(weight.shape, dtype=dtype, device=weight.device)
+        dweight = None
         for x, dx, own, terms in zip(reads, dreads, losses, loss_terms(consts, len(reads)), strict=True):
             for (h, targets, scale), out in zip(chunks(weight, x, terms), dx.split(_size(x, weight, tokens, bytes)), strict=True):
                 part, dlogits = _loss_and_dlogits(h, weight, targets, scale, z_loss)
                 own += part
                 dlogits = dlogits.to(x.dtype)
                 torch.mm(dlogits, weight, out=out)
-                _add_product(dweight, dlogits, h)
+                dweight = _add_product(dweight, dlogits, h, dtype)
                 del dlogits  # before the next chunk's are made
-        return written(losses), (dreads, dweight)
+        return written(losses), (dreads, torch.zeros_like(weight, dtype=dtype) if dweight is None else dweight)
 
     def backward(
         params: Params, residual: tuple[list[Tensor], Tensor], dwrites: tuple[Tensor | None, ...], consts: Mapping[str, Any]
@@ -168,11 +168,10 @@ def _loss_and_dlogits(
     return losses, dlogits
 
 
-def _add_product(total: Float[Tensor, "V H"], dlogits: Float[Tensor, "T V"], h: Float[Tensor, "T H"]) -> None:
-    """``total += dlogits.T @ h``, the product in the total's dtype."""
-    if dlogits.dtype == total.dtype:
-        total.addmm_(dlogits.T, h)
-    elif dlogits.is_cuda:
-        total += torch.mm(dlogits.T, h, out_dtype=total.dtype)
-    else:
-        total.addmm_(dlogits.T.to(total.dtype), h.to(total.dtype))
+def _add_product(total: Float[Tensor, "V H"] | None, dlogits: Float[Tensor, "T V"], h: Float[Tensor, "T H"], dtype: torch.dtype) -> Tensor:
+    """``total + dlogits.T @ h`` in ``dtype``, in the total's memory; without one the product."""
+    if dlogits.dtype != dtype and dlogits.is_cuda:
+        product = torch.mm(dlogits.T, h, out_dtype=dtype)
+        return product if total is None else total.add_(product)
+    dlogits, h = dlogits.to(dtype), h.to(dtype)
+    return torch.mm(dlogits.T, h) if total is None else total.addmm_(dlogits.T, h)

@@ -8,6 +8,7 @@ number of threads in the last bits only, and are the same bits for the same numb
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from typing import Literal
 
 import torch
@@ -90,8 +91,8 @@ def attention(
     Raises:
         ValueError: for bounds that do not rise inside the tokens.
     """
-    out = q.new_zeros(q.shape[0], q.shape[1], v.shape[2])
-    logsumexp = q.new_zeros(q.shape[0], q.shape[1])
+    new = _new(q, cu_seqlens)
+    out, logsumexp = new(q.shape[0], q.shape[1], v.shape[2]), new(q.shape[0], q.shape[1])
     _attend(q, k, v, cu_seqlens, scale, window, out, logsumexp)
     return out, logsumexp
 
@@ -112,9 +113,16 @@ def attention_backward(
     Raises:
         ValueError: for bounds that do not rise inside the tokens.
     """
-    dq, dk, dv = (torch.zeros(t.shape) for t in (q, k, v))
+    new = _new(q, cu_seqlens)
+    dq, dk, dv = (new(*t.shape) for t in (q, k, v))
     _attend(q, k, v, cu_seqlens, scale, window, out.contiguous(), logsumexp.contiguous(), (dout.contiguous(), dq, dk, dv))
     return dq, dk, dv
+
+
+def _new(q: Tensor, cu_seqlens: Tensor) -> Callable[..., Tensor]:
+    """For results: zeros where documents leave tokens out, whose rows no kernel writes."""
+    covered = cu_seqlens.shape[0] > 1 and int(cu_seqlens[0]) == 0 and int(cu_seqlens[-1]) == q.shape[0] and q.shape[1]
+    return torch.empty if covered else torch.zeros
 
 
 def _attend(
@@ -132,6 +140,8 @@ def _attend(
     bounds = cu_seqlens.to(torch.int32).contiguous()
     tokens = q.shape[0]
     if not q.numel() or not v.numel() or bounds.shape[0] < 2:
+        for result in grads[1:] or (out, logsumexp):
+            result.zero_()
         return
     arguments = _Attention(
         *(t.data_ptr() for t in (q, k, v, bounds)),

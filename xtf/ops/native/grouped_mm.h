@@ -56,9 +56,9 @@ void part(const Product& q, int64_t row, int64_t m, int64_t column, int64_t n, i
 }
 
 inline void block(const Product& q, int64_t row, int64_t m, int64_t column, int64_t n, bool past, float* buffer) {
-  const int64_t most = q.ap == 1 ? IN_PLACE : PACKED;
-  for (int64_t first = 0; first == 0 || first < q.k; first += most) {  // an empty inner dimension writes zeros
-    const int64_t k = std::min(most, q.k - first);
+  const int64_t most = q.ap == 1 ? IN_PLACE : PACKED, parts = std::max<int64_t>(1, (q.k + most - 1) / most);
+  for (int64_t index = 0; index < parts; index++) {  // an empty inner dimension writes zeros
+    const int64_t first = begin_of(q.k, parts, index), k = begin_of(q.k, parts, index + 1) - first;
     if (first > 0) part<Write::add>(q, row, m, column, n, first, k, buffer);
     else if (past && q.k <= most) part<Write::past>(q, row, m, column, n, first, k, buffer);
     else part<Write::over>(q, row, m, column, n, first, k, buffer);
