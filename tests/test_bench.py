@@ -173,7 +173,10 @@ def test_the_same_tokens_for_every_contender() -> None:
 
 
 def test_entries() -> None:
-    assert [entry.name for entry in entries_of(BenchOptions(backend=("inductor", "inductor:step")))] == ["xtf inductor", "xtf inductor:step"]
+    assert [entry.name for entry in entries_of(BenchOptions(backend=("inductor", "inductor:step")))] == [
+        "xtf inductor",
+        "xtf inductor:step",
+    ]
     options = BenchOptions(backend=("eager",), transforms=("", "chunk_loss"), against=("transformers",))
     assert [entry.name for entry in entries_of(options)] == [
         "xtf eager ",

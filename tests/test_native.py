@@ -126,6 +126,17 @@ def test_grouped_mm(rows: list[int], inner: int, outer: int) -> None:
     equal_to_rounding(got, with_grads(lambda x, w: REFERENCE.grouped_mm(x, w, offsets), wide, cotangent.double()))
 
 
+@pytest.mark.parametrize("sizes", [[], [0], [1, 0, 70_000], [16_384, 16_385, 3, 200_001]])
+def test_norms(sizes: list[int]) -> None:
+    tensors = [random(size) for size in sizes] + [random(40, 30).T[::3]]
+    want = torch.tensor([float(x.double().norm()) for x in tensors], dtype=torch.float64)
+    results: list[Tensor] = []
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        results.append(native.norms(tensors))
+    assert torch.allclose(results[0], want, rtol=1e-12) and all(torch.equal(results[0], other) for other in results)
+
+
 def test_the_same_bits_again() -> None:
     """Threads take blocks as they come, and that changes no sum."""
     args, bounds, cotangent = (random(900, 2, 16), random(900, 1, 16), random(900, 1, 16)), offsets_of([800, 100]), random(900, 2, 16)

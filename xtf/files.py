@@ -34,6 +34,12 @@ def parse_json(text: str | bytes) -> Any:
         raise ValueError("brackets are nested too deep") from None
 
 
+def default_cache_dir() -> Path:
+    """``$XDG_CACHE_HOME/xtf``, or ``~/.cache/xtf`` without that variable."""
+    home = os.environ.get("XDG_CACHE_HOME")
+    return (Path(home) if home else Path.home() / ".cache") / "xtf"
+
+
 @contextmanager
 def write_atomically(path: str | os.PathLike[str]) -> Generator[BinaryIO, None, None]:
     """A binary file that takes the place of ``path`` when the block ends without an exception.

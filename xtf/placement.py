@@ -18,7 +18,7 @@ from torch import Tensor
 from xtf import tree
 from xtf.collectives import Axis, Work
 from xtf.mesh import join
-from xtf.optim.placement import vector_norm
+from xtf.optim.placement import vector_norms
 from xtf.record import Extra, storage_key
 from xtf.spec import ParamSpec
 from xtf.stage import Transfer
@@ -336,13 +336,11 @@ class Placed:
 
     def _norm(self, grads: Tree) -> Tensor:
         sums: dict[tuple[str, ...], tuple[list[Axis], list[Tensor]]] = {}
-        for path, grad in tree.items(grads).items():
-            if grad is None:
-                continue
+        present = {path: grad for path, grad in tree.items(grads).items() if grad is not None}
+        for path, norm in zip(present, vector_norms([*present.values()]), strict=True):
             axes = [split.axis for split in self.leaves[path].splits]
             names = tuple(sorted(self.leaves[path].axes))
-            square = vector_norm(grad).square()
-            sums.setdefault(names, (axes, []))[1].append(square)
+            sums.setdefault(names, (axes, []))[1].append(norm.square())
         totals: list[Tensor] = []
         for axes, squares in sums.values():
             dtype = max((s.dtype for s in squares), key=lambda d: d.itemsize)

@@ -3,7 +3,7 @@
 from xtf.data.balance import plan_batches, stream_batches
 from xtf.data.baselines import best_fit_packing, concatenate_and_cut, greedy_packing, length_grouped
 from xtf.data.batches import PackedBatches, held_out_batches
-from xtf.data.cache import Skipped, default_cache_dir
+from xtf.data.cache import Skipped
 from xtf.data.calibrate import measure_cost
 from xtf.data.chat import ChatEncoder, TextEncoder, encode_chat, read_chat_jsonl
 from xtf.data.conversation import Conversation, Message, parse_row
@@ -17,6 +17,7 @@ from xtf.data.plan_bounds import independence, least_time
 from xtf.data.plan_step import plan_step
 from xtf.data.rows import RowError, read_rows
 from xtf.data.text import Tokens, batches, demo_tokenizer, encode, load_corpus, tokenize, unigram_entropy, windows
+from xtf.files import default_cache_dir
 
 __all__ = [
     "Balance",

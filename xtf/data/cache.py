@@ -9,7 +9,6 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
-import os
 import shutil
 import time
 from collections.abc import Generator, Iterable
@@ -61,12 +60,6 @@ class Entry:
     documents: Documents
     max_id: int
     skipped: tuple[Skipped, ...]
-
-
-def default_cache_dir() -> Path:
-    """``$XDG_CACHE_HOME/xtf``, or ``~/.cache/xtf`` without that variable."""
-    home = os.environ.get("XDG_CACHE_HOME")
-    return (Path(home) if home else Path.home() / ".cache") / "xtf"
 
 
 def digest(parts: Iterable[bytes | Path]) -> str:

@@ -20,8 +20,8 @@ from torch import Tensor
 from xtf.batch import cut_rows
 from xtf.data import Documents, PackedBatches, Source, Tokens, batches, held_out_batches, unigram_entropy, windows
 from xtf.data.batches import Packing, taught
-from xtf.data.cache import default_cache_dir
 from xtf.data.pipeline import Part, Tokenized, tokenize_files
+from xtf.files import default_cache_dir
 from xtf.mesh import Mesh
 from xtf.run.ranks import say, together
 from xtf.run.recipe import Opened

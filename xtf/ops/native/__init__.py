@@ -8,16 +8,16 @@ number of threads in the last bits only, and are the same bits for the same numb
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import torch
-from jaxtyping import Float, Int32
+from jaxtyping import Float, Float64, Int32
 from torch import Tensor
 
 from xtf.ops.native.build import library
 
-__all__ = ["attention", "attention_backward", "grouped_mm", "serves"]
+__all__ = ["attention", "attention_backward", "grouped_mm", "norms", "serves"]
 
 _INT, _FLOATS = ctypes.c_int64, ctypes.c_void_p
 _KINDS = {"forward": 0, "dx": 1, "dw": 2}
@@ -117,6 +117,22 @@ def attention_backward(
     dq, dk, dv = (new(*t.shape) for t in (q, k, v))
     _attend(q, k, v, cu_seqlens, scale, window, out.contiguous(), logsumexp.contiguous(), (dout.contiguous(), dq, dk, dv))
     return dq, dk, dv
+
+
+def norms(tensors: Sequence[Tensor]) -> Float64[Tensor, " tensors"]:
+    """The L2 norm of each tensor, in float64: the same bits for any number of threads.
+
+    Example:
+        >>> x = torch.tensor([3.0, 4.0])
+        >>> norms([x, 2 * x]).tolist() if serves(x) else [5.0, 10.0]
+        [5.0, 10.0]
+    """
+    dense, count = [x.contiguous() for x in tensors], len(tensors)
+    out = torch.empty(count, dtype=torch.float64)
+    pointers = (_FLOATS * count)(*(x.data_ptr() for x in dense))
+    sizes = (_INT * count)(*(x.numel() for x in dense))
+    _loaded().xtf_square_sums(pointers, sizes, _INT(count), ctypes.c_void_p(out.data_ptr()), _INT(torch.get_num_threads()))
+    return out.sqrt_()
 
 
 def _new(q: Tensor, cu_seqlens: Tensor) -> Callable[..., Tensor]:

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-from xtf.data.cache import default_cache_dir
+from xtf.files import default_cache_dir
 
 _log = logging.getLogger("xtf.ops")
 _HERE = Path(__file__).parent
