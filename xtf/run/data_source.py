@@ -11,8 +11,8 @@ from typing import Annotated
 import tyro
 from rich.console import Console
 
-from xtf.data.cache import default_cache_dir
 from xtf.data.pipeline import Tokenized, tokenize_files
+from xtf.files import default_cache_dir
 from xtf.run.standard import filled_in
 from xtf.run.training_data import tokenizing
 
