@@ -127,7 +127,7 @@ def _norms_cpu(tensors: list[Tensor]) -> Tensor:
     return native.norms(tensors)
 
 
-@_norms_cpu.register_fake
+@_norms_cpu.register_fake  # pyright: ignore[reportUnknownMemberType]
 def _(tensors: list[Tensor]) -> Tensor:
     return tensors[0].new_empty(len(tensors), dtype=torch.float64)
 
