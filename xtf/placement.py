@@ -321,7 +321,7 @@ class Placed:
 
     leaves: Mapping[Path, Placement]
     donate: bool = False
-    _known: list[_Known] = field(default_factory=list["_Known"], compare=False, repr=False)
+    _known: list[_Known] = field(default_factory=list["_Known"], init=False, compare=False, repr=False)
 
     def norm(self, grads: Tree) -> Tensor:
         """Global L2 norm of a tree of this rank's gradients, each element counted once whatever axes it lies on. Shape ().

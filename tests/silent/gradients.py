@@ -180,7 +180,8 @@ def of_replicas() -> Generator[None]:
     norm, placements = Placed.norm, step_module.TrainStep.placed
 
     def placed(self: Any, **fields: Any) -> Any:
-        return _Counting(**vars(placements(self, **fields)), axis=self.token_axis)
+        right = placements(self, **fields)
+        return _Counting(right.leaves, right.donate, self.token_axis)
 
     class _Counting(Placed):
         def __init__(self, leaves: Any, donate: bool, axis: Any) -> None:
