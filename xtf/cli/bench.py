@@ -19,6 +19,7 @@ from xtf.bench.workload import Workload, document_lengths, shape_config
 from xtf.collectives.process_group import backend as device_backend
 from xtf.files import write_atomically
 from xtf.mesh import mesh
+from xtf.ops.native.build import library
 from xtf.run.data_source import wide_console
 from xtf.run.standard import parse_transforms
 
@@ -128,6 +129,8 @@ def run(options: BenchOptions, *, console: Console | None = None) -> Results:
         options.model if Path(options.model).is_dir() else None,
     )
     workload.model()  # a config that is not possible fails here
+    if workload.device == "cpu":
+        library()  # compiled, or said why not, before anything is timed
     errors = Console(stderr=True)
     with errors.status("starting") as status:
         found = run_rounds(workload, entries, rounds=options.rounds, warmup=options.warmup, tell=status.update)
